@@ -1,0 +1,1 @@
+"""Draft engine, its options and tags; later the gRPC service around it."""

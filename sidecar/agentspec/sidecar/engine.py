@@ -1,0 +1,296 @@
+"""The Python face of the draft engine, and the values that cross the seam between a vLLM hook and a draft client.
+
+A hook opens each request once with its prompt, then hands over one `StepRequest` per verification step of the whole
+batch and gets `StepDrafts` back. Both are struct of arrays: no Python object per request or token exists on that path.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentspec.sidecar import _core
+
+if TYPE_CHECKING:
+    from agentspec.sidecar.grammars import Grammar
+    from agentspec.sidecar.tags import Tags
+
+TokenIds = NDArray[np.int32]
+
+MAX_SPECULATIVE_TOKENS = 64
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. Only text that the target model really ended (`STOP`) is stored as complete blocks."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target model samples one request, as far as drafting depends on it.
+
+    Attributes:
+        temperature: >= 0; 0 is greedy.
+        is_structured: the output follows a JSON schema, a regular expression or another grammar of the server.
+    """
+
+    temperature: float = 0.0
+    is_structured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """What became known since the last verification step, for every running row of the batch.
+
+    The tokens of a row are provisional until the next step or `close` of the same handle: an engine may have run up
+    to `num_speculative_tokens` past a stop.
+
+    Attributes:
+        step_id: increases by at least one with every step of a client; names the step in replies.
+        handles: one per row, as given to `open`; int64, shape (num_rows,).
+        positions: output tokens of the row that were handed over before this step; int32, shape (num_rows,).
+        token_offsets: row i brings `token_ids[token_offsets[i]:token_offsets[i + 1]]`; int32, shape (num_rows + 1,).
+        token_ids: the new output tokens of all rows, flat; int32.
+        num_draft_tokens: draft tokens of the row that were verified since the last step; int32, shape (num_rows,).
+        num_accepted_tokens: how many of them the target model accepted; int32, shape (num_rows,).
+        max_draft_tokens: room of the row in the next step (K, model length, output limit); 0 asks for no draft;
+            int32, shape (num_rows,).
+        num_decode_rows: b, rows that decode in the next step, with or without a draft.
+        num_prefill_tokens: p, prompt tokens that the next step is expected to compute beside them.
+        token_budget: draft tokens that the whole batch may verify in the next step, >= 0.
+    """
+
+    step_id: int
+    handles: NDArray[np.int64]
+    positions: NDArray[np.int32]
+    token_offsets: NDArray[np.int32]
+    token_ids: TokenIds
+    num_draft_tokens: NDArray[np.int32]
+    num_accepted_tokens: NDArray[np.int32]
+    max_draft_tokens: NDArray[np.int32]
+    num_decode_rows: int
+    num_prefill_tokens: int
+    token_budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDrafts:
+    """The drafts of one verification step; rows in the order of the `StepRequest` with the same `step_id`.
+
+    Attributes:
+        step_id: the request that is answered.
+        draft_lengths: the budget of each row; int32, shape (num_rows,); the sum never exceeds `token_budget`.
+        draft_token_ids: drafts of all rows, flat; int32, shape (sum of draft_lengths,).
+        survival: probability that the token and all before it in its draft are accepted; float32, same shape.
+        redundancy: score of each row in [0, 1], consensus x support saturation; float32, shape (num_rows,).
+        token_budget: the budget that was split.
+        skip_steps: no draft will pay for so many steps: do not wait for an answer to them (keep submitting).
+        resync_handles: handles that the engine does not know at the given position: `open` them again and hand over
+            their output from the start; int64.
+    """
+
+    step_id: int
+    draft_lengths: NDArray[np.int32]
+    draft_token_ids: TokenIds
+    survival: NDArray[np.float32]
+    redundancy: NDArray[np.float32]
+    token_budget: int
+    skip_steps: int = 0
+    resync_handles: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStats:
+    """What speculation brought in one block of one stage since the engine started.
+
+    Attributes:
+        num_steps: verification steps of one request that began in this block (request-steps).
+        num_drafts: those of them that verified a draft.
+        num_tokens: output tokens that these steps brought, accepted draft tokens included.
+    """
+
+    namespace: str
+    workflow_id: str
+    stage: str
+    block: str
+    num_steps: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_tokens: int
+
+
+def allocate_by_redundancy(
+    scores: NDArray[np.float32], lengths: NDArray[np.int32], token_budget: int
+) -> NDArray[np.int32]:
+    """Split the token budget of one verification step over the batch in proportion to redundancy.
+
+    Args:
+        scores: redundancy per row, each in [0, 1]; float32, shape (num_rows,).
+        lengths: tokens that the row has drafted, >= 0; int32, shape (num_rows,).
+        token_budget: tokens, >= 0, for the whole batch.
+
+    Returns:
+        Draft length per row, same order; none above its `lengths`, and the sum never exceeds `token_budget`. What a
+        row cannot use goes to the others; a row with score 0 gets nothing.
+
+    Raises:
+        ValueError: a score is outside [0, 1] or NaN, a length or the budget is negative, the lengths differ.
+
+    Source: AgentSpec (arXiv 2608.24004), redundancy-aware budget allocation; rounding and redistribution are ours, D-005.
+    """
+    return _core.allocate_by_redundancy(scores, lengths, token_budget)
+
+
+class Engine:
+    """Block tracker, histories, drafter and budget of one model; thread-safe, and never holds the GIL while it works.
+
+    Args:
+        vocabulary: the bytes of each token id, in order; special tokens as their text. Markers are found in them.
+        grammar: which markers open and close semantic blocks.
+        num_speculative_tokens: longest draft of a row, 1 to 64.
+        history_bytes: memory of all histories together, > 0; the oldest text is forgotten first.
+        is_strict: draft only from text of the same block path and never across a block's end (the paper's isolation);
+            otherwise the block path is a label that weighs in the vote.
+
+    Raises:
+        ValueError: an argument is out of its range; the message names it.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Sequence[bytes],
+        grammar: Grammar,
+        *,
+        num_speculative_tokens: int = 16,
+        history_bytes: int = 1 << 30,
+        is_strict: bool = False,
+    ) -> None:
+        if not 1 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ValueError(f"num_speculative_tokens: expected 1 to 64, got {num_speculative_tokens}")
+        if history_bytes <= 0:
+            raise ValueError(f"history_bytes: expected > 0, got {history_bytes}")
+        offsets = np.zeros(len(vocabulary) + 1, np.int64)
+        np.cumsum([len(token) for token in vocabulary], out=offsets[1:])
+        self._core = _core.Engine(
+            b"".join(vocabulary),
+            offsets,
+            [(rule.name, rule.start, rule.end, list(rule.parents)) for rule in grammar.rules],
+            num_speculative_tokens,
+            history_bytes,
+            is_strict,
+        )
+
+    def open(self, handle: int, tokens: TokenIds, tags: Tags, sampling: Sampling, *, namespace: str = "") -> None:
+        """Make a request known, or bring a known one back to its prompt (idempotent resync).
+
+        Args:
+            handle: chosen by the client, unique among its open requests.
+            tokens: the prompt; int32, C-contiguous. Output is handed over by `step` alone.
+            tags: what the application says of the call.
+            sampling: how the target model samples it.
+            namespace: the tenant; nothing of a history ever crosses it. The tag's namespace narrows it further.
+
+        Raises:
+            ValueError: a token id is outside the vocabulary; the message names token, position and handle.
+        """
+        block = tags.block or ("tool_call" if sampling.is_structured else "")
+        self._core.open(
+            handle,
+            tokens,
+            f"{namespace}/{tags.namespace}" if tags.namespace else namespace,
+            tags.workflow_id,
+            tags.stage,
+            block,
+            tags.max_draft_tokens if tags.speculate else 0,
+            tags.history == "rw",
+            tags.history != "off",
+        )
+
+    def step(self, request: StepRequest, *, deadline_us: int = 0) -> StepDrafts:
+        """Take in the new tokens of the batch and draft for its next verification step.
+
+        Args:
+            request: the step; unknown handles and positions that do not follow come back in `resync_handles`.
+            deadline_us: rows that are not drafted so many microseconds after the call get no draft; 0 = no deadline.
+
+        Raises:
+            ValueError: an array has a wrong length, a count is negative, a token id is outside the vocabulary; the
+                message names field, row and value, and nothing has changed.
+            TypeError: an array has another dtype than int32 (handles: int64) or is not C-contiguous.
+        """
+        lengths, tokens, survival, redundancy, resync = self._core.step(
+            request.handles,
+            request.positions,
+            request.token_offsets,
+            request.token_ids,
+            request.num_draft_tokens,
+            request.num_accepted_tokens,
+            request.max_draft_tokens,
+            request.token_budget,
+            deadline_us,
+        )
+        return StepDrafts(
+            step_id=request.step_id,
+            draft_lengths=lengths,
+            draft_token_ids=tokens,
+            survival=survival,
+            redundancy=redundancy,
+            token_budget=request.token_budget,
+            resync_handles=resync,
+        )
+
+    def close(self, handle: int, reason: FinishReason, true_length: int, tail: TokenIds) -> None:
+        """End a request and store what it really wrote.
+
+        Args:
+            handle: an open request; an unknown one is ignored, so that `close` may be repeated.
+            reason: text of a request that did not end by itself is stored, but its last block stays open.
+            true_length: output tokens that the client of the target model got; what was handed over past it is dropped.
+            tail: the last output tokens that no step has handed over; int32.
+
+        Raises:
+            ValueError: a token id of the tail is outside the vocabulary, or `true_length` is negative.
+        """
+        self._core.close(handle, int(reason), true_length, tail)
+
+    def block_path(self, handle: int) -> str:
+        """Block path of the next output token of an open request, outermost first, such as ``tool_call/code``.
+
+        Raises:
+            ValueError: the handle is not open.
+        """
+        return self._core.block_path(handle)
+
+    def stats(self) -> list[BlockStats]:
+        """Counts by namespace, workflow, stage and block path; at most 4,096 rows, the rest under block ``other``."""
+        return [BlockStats(*row) for row in self._core.stats()]
+
+    def num_open_requests(self) -> int:
+        """Requests that were opened and not closed."""
+        return self._core.num_open_requests()
+
+    def memory_bytes(self) -> int:
+        """Bytes that all shared histories hold; never above `history_bytes` after a call has returned."""
+        return self._core.memory_bytes()
+
+    def num_history_tokens(self) -> int:
+        """Output tokens that can be drafted from."""
+        return self._core.num_history_tokens()
+
+    def check_integrity(self) -> None:
+        """Verify the invariants of every history.
+
+        Raises:
+            RuntimeError: an invariant is broken; the message names it.
+        """
+        self._core.check_integrity()

@@ -1,0 +1,70 @@
+"""The configuration of AgentSpec: one table, read from vLLM's `additional_config` and from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS
+
+ENV_PREFIX = "AGENTSPEC_"
+ADDITIONAL_CONFIG_KEY = "agentspec"
+
+
+class OptionsError(ValueError):
+    """An option is unknown or out of range; the message names it and says what was expected."""
+
+
+class Options(BaseModel):
+    """Options of one draft engine.
+
+    Attributes:
+        namespace: the tenant that this engine serves; a wall that no history crosses.
+        num_speculative_tokens: longest draft of a request.
+        policy: `redundancy` splits the token budget by redundancy score (the paper's rule); `off` never drafts.
+        arithmetic_intensity: tokens that one forward pass computes in the time that reading the weights takes; the
+            token budget of a step is this less its decode rows and prefill tokens. 206: H200 in bf16.
+        deadline_ms: longest wait of a step for its drafts; default 3 on a GPU, 30 on a CPU, whose steps are longer.
+        history_bytes: memory of all histories.
+        isolation: `soft` weighs the block path in the vote, `strict` walls blocks off from each other.
+        metrics_port: Prometheus metrics of the engine, plus the data-parallel rank; 0 switches them off.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    namespace: Annotated[str, Field(max_length=256, pattern=r"^[\w.\-]+$")] = "default"
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 16
+    policy: Literal["redundancy", "off"] = "redundancy"
+    arithmetic_intensity: Annotated[int, Field(ge=1, le=1 << 20)] = 206
+    deadline_ms: Annotated[float, Field(gt=0, le=10_000, allow_inf_nan=False)] | None = None
+    history_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    isolation: Literal["soft", "strict"] = "soft"
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 9464
+
+
+def read_options(config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Options:
+    """Merge `AGENTSPEC_*` variables and a configuration mapping; the mapping wins.
+
+    Args:
+        config: for instance `vllm_config.additional_config["agentspec"]`.
+        environ: default `os.environ`; a variable that names no option is not ours.
+
+    Raises:
+        OptionsError: an option is unknown or out of range.
+    """
+    environ = os.environ if environ is None else environ
+    merged: dict[str, Any] = {
+        name: environ[ENV_PREFIX + name.upper()]
+        for name in Options.model_fields
+        if ENV_PREFIX + name.upper() in environ
+    }
+    merged |= config or {}
+    try:
+        return Options.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        raise OptionsError(f"agentspec option {name!r}: {first['msg']}, got {first['input']!r}") from None

@@ -1,0 +1,132 @@
+// The Python module agentspec.sidecar._core: zero-copy arrays in, fresh arrays out, no GIL while the engine works.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "engine.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <typename T>
+using ArrayIn = nb::ndarray<const T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using ArrayOut = nb::ndarray<T, nb::numpy, nb::ndim<1>>;
+
+template <typename T>
+std::span<const T> Span(const ArrayIn<T>& array) {
+  return {array.data(), array.size()};
+}
+
+template <typename T>
+ArrayOut<T> Move(std::vector<T>&& values) {
+  auto* owned = new std::vector<T>(std::move(values));
+  nb::capsule owner(owned, [](void* pointer) noexcept { delete static_cast<std::vector<T>*>(pointer); });
+  return ArrayOut<T>(owned->data(), {owned->size()}, owner);
+}
+
+using Rule = std::tuple<std::string, nb::bytes, nb::bytes, std::vector<std::string>>;
+using StatsRow =
+    std::tuple<std::string, std::string, std::string, std::string, int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+std::string String(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+void Construct(agentspec::Engine* engine, const nb::bytes& vocabulary, const ArrayIn<int64_t>& offsets,
+               const std::vector<Rule>& rules, int num_speculative_tokens, size_t history_bytes, bool is_strict) {
+  std::vector<agentspec::BlockRule> block_rules;
+  for (const auto& [name, start, end, parents] : rules)
+    block_rules.push_back({name, String(start), String(end), parents});
+  agentspec::EngineOptions options;
+  options.num_speculative_tokens = num_speculative_tokens;
+  options.history_bytes = history_bytes;
+  options.is_strict = is_strict;
+  new (engine) agentspec::Engine(String(vocabulary), {offsets.data(), offsets.data() + offsets.size()},
+                                 std::move(block_rules), options);
+}
+
+void Open(agentspec::Engine& engine, int64_t handle, const ArrayIn<int32_t>& tokens, std::string history_namespace,
+          std::string workflow_id, std::string stage, std::string start_block, int max_draft_tokens, bool is_recorded,
+          bool is_reader) {
+  nb::gil_scoped_release release;
+  engine.Open(handle, Span(tokens),
+              {std::move(history_namespace), std::move(workflow_id), std::move(stage), std::move(start_block),
+               max_draft_tokens, is_recorded, is_reader});
+}
+
+using Drafts = std::tuple<ArrayOut<int32_t>, ArrayOut<int32_t>, ArrayOut<float>, ArrayOut<float>, ArrayOut<int64_t>>;
+
+Drafts Step(agentspec::Engine& engine, const ArrayIn<int64_t>& handles, const ArrayIn<int32_t>& positions,
+            const ArrayIn<int32_t>& token_offsets, const ArrayIn<int32_t>& token_ids,
+            const ArrayIn<int32_t>& num_draft_tokens, const ArrayIn<int32_t>& num_accepted_tokens,
+            const ArrayIn<int32_t>& max_draft_tokens, int64_t token_budget, int64_t deadline_us) {
+  agentspec::StepInput input{Span(handles),          Span(positions),        Span(token_offsets),
+                             Span(token_ids),        Span(num_draft_tokens), Span(num_accepted_tokens),
+                             Span(max_draft_tokens), token_budget,           deadline_us};
+  agentspec::StepOutput output;
+  {
+    nb::gil_scoped_release release;
+    output = engine.Step(input);
+  }
+  return {Move(std::move(output.draft_lengths)), Move(std::move(output.draft_token_ids)),
+          Move(std::move(output.survival)), Move(std::move(output.redundancy)), Move(std::move(output.resync_handles))};
+}
+
+void Close(agentspec::Engine& engine, int64_t handle, int reason, int64_t true_length, const ArrayIn<int32_t>& tail) {
+  nb::gil_scoped_release release;
+  engine.Close(handle, static_cast<agentspec::FinishReason>(reason), true_length, Span(tail));
+}
+
+std::vector<StatsRow> Stats(const agentspec::Engine& engine) {
+  std::vector<agentspec::BlockStats> rows;
+  {
+    nb::gil_scoped_release release;
+    rows = engine.Stats();
+  }
+  std::vector<StatsRow> tuples;
+  for (auto& row : rows)
+    tuples.emplace_back(row.history_namespace, row.workflow_id, row.stage, row.block, row.num_steps, row.num_drafts,
+                        row.num_draft_tokens, row.num_accepted_tokens, row.num_tokens);
+  return tuples;
+}
+
+ArrayOut<int32_t> Allocate(const ArrayIn<float>& scores, const ArrayIn<int32_t>& lengths, int64_t token_budget) {
+  if (scores.size() != lengths.size())
+    throw std::invalid_argument("lengths: expected " + std::to_string(scores.size()) + " entries, got " +
+                                std::to_string(lengths.size()));
+  for (size_t row = 0; row < scores.size(); ++row)
+    if (!(scores(row) >= 0 && scores(row) <= 1) || lengths(row) < 0)
+      throw std::invalid_argument("row " + std::to_string(row) +
+                                  ": expected a score in [0, 1] and a length >= 0, got " + std::to_string(scores(row)) +
+                                  " and " + std::to_string(lengths(row)));
+  if (token_budget < 0) throw std::invalid_argument("token_budget: expected >= 0, got " + std::to_string(token_budget));
+  std::vector<int32_t> budgets(scores.size());
+  agentspec::AllocateByRedundancy(scores.data(), lengths.data(), scores.size(), token_budget, budgets.data());
+  return Move(std::move(budgets));
+}
+
+}  // namespace
+
+NB_MODULE(_core, module) {
+  using agentspec::Engine;
+  using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+  module.def("allocate_by_redundancy", &Allocate, "scores"_a.noconvert(), "lengths"_a.noconvert(), "token_budget"_a);
+  nb::class_<Engine>(module, "Engine")
+      .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "num_speculative_tokens"_a,
+           "history_bytes"_a, "is_strict"_a)
+      .def("open", &Open, "handle"_a, "tokens"_a.noconvert(), "history_namespace"_a, "workflow_id"_a, "stage"_a,
+           "start_block"_a, "max_draft_tokens"_a, "is_recorded"_a, "is_reader"_a)
+      .def("step", &Step, "handles"_a.noconvert(), "positions"_a.noconvert(), "token_offsets"_a.noconvert(),
+           "token_ids"_a.noconvert(), "num_draft_tokens"_a.noconvert(), "num_accepted_tokens"_a.noconvert(),
+           "max_draft_tokens"_a.noconvert(), "token_budget"_a, "deadline_us"_a)
+      .def("close", &Close, "handle"_a, "reason"_a, "true_length"_a, "tail"_a.noconvert())
+      .def("block_path", &Engine::BlockPath, "handle"_a, Unlocked())
+      .def("stats", &Stats)
+      .def("num_open_requests", &Engine::NumOpenRequests, Unlocked())
+      .def("memory_bytes", &Engine::MemoryBytes, Unlocked())
+      .def("num_history_tokens", &Engine::NumHistoryTokens, Unlocked())
+      .def("check_integrity", &Engine::CheckIntegrity, Unlocked());
+}

@@ -1,0 +1,93 @@
+// Finds the draft of one request: positions whose context matches, from its own text and from the shared history, vote
+// for the next token, again and again.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "context_index.h"
+#include "types.h"
+
+namespace agentspec {
+
+// Weights of the vote. All in one place; from replays of agent traces (D-008).
+struct DraftWeights {
+  float per_matched_token = 2.0f;  // a candidate with one more matching token weighs e^2 times as much
+  int max_matched_tokens = 24;     // ... up to here
+  float own = 2.0f;                // text of the request itself against shared text
+  float other_workflow = 0.14f;    // wide evidence: same stage, another workflow
+  float other_block = 0.37f;       // another block path (soft isolation)
+  float escape = 0.6f;             // weight of "something never seen here" after a match of length 0
+  float support_half = 4.0f;       // candidates at which support saturates half
+  float min_survival = 0.1f;       // a draft ends where it would survive with less
+  int min_candidates = 4;          // fewer: the next shorter context votes too
+};
+
+struct Draft {
+  int length = 0;
+  std::array<Token, kMaxDraftTokens> tokens;
+  std::array<float, kMaxDraftTokens> survival;  // P(token and all before it are accepted); never rises
+  float redundancy = 0;  // consensus of the first token x support / (support + support_half), in [0, 1]
+};
+
+// The end of a text, and where a drafter looks for its continuation.
+struct Query {
+  const ContextIndex* index;
+  const ContextHashes* hashes;  // of the text's end
+  const Token* text;
+  size_t length;  // of the text, at least kMaxContext of it if it is that long
+  Label label;    // block path of the next token
+  uint32_t writer;
+  uint16_t workflow;
+  bool is_own;  // index of the request itself
+  ContextIndex::Lookup lookup{};
+};
+
+class Drafter {
+ public:
+  Drafter(DraftWeights weights, bool is_strict);
+
+  // Drafting runs in phases over a group of queries, so that their memory reads overlap: Prefetch all, Find all, then
+  // Gather those of one request and Vote.
+  static void Prefetch(const Query& query) { query.index->PrefetchSlots(*query.hashes); }
+  static void Find(Query& query) {
+    query.lookup = query.index->Find(*query.hashes);
+    query.index->PrefetchText(query.lookup);
+  }
+  void Clear() { num_candidates_ = 0; }
+  void Gather(const Query& query);
+  // Drafts at most `max_length` tokens from the candidates gathered since Clear.
+  void Vote(int max_length, Draft& draft);
+
+ private:
+  struct Candidate {
+    const Token* next;  // its continuation; a candidate without one is removed
+    const Token* page_end;
+    const ContextIndex* index;
+    uint32_t page;
+    Label label;  // of its continuation's first token
+    int match_length;
+    float weight;
+  };
+  static constexpr int kMaxCandidates = 64;
+
+  bool Add(const Query& query, Position position, int begin);
+  void Advance(Candidate& candidate) const;
+  void SkipBlockStarts(Candidate& candidate) const;
+  struct Winner {
+    Token token;
+    float weight;
+    float total;  // weight of all candidates that still have a continuation
+    int support;  // candidates that continue with the token; 0: there is none
+    int match_length;
+  };
+  Winner Poll() const;
+
+  DraftWeights weights_;
+  bool is_strict_;
+  std::array<float, kMaxContext + 1> match_weight_;
+  std::array<Candidate, kMaxCandidates> candidates_;
+  int num_candidates_ = 0;
+};
+
+}  // namespace agentspec

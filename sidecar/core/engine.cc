@@ -1,0 +1,391 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+namespace agentspec {
+
+namespace {
+
+constexpr size_t kGroupSize = 16;          // requests whose memory reads overlap
+constexpr size_t kMaxPromptTokens = 8192;  // the last tokens of a prompt that are indexed
+constexpr size_t kMaxStatsRows = 4096;
+// A generation may fill a quarter of the quota, so that one busy history forgets in portions.
+constexpr size_t kGenerationsPerQuota = 4;
+
+[[noreturn]] void Refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+// Length-prefixed, so that no choice of names makes two keys equal.
+std::string Join(std::initializer_list<std::string_view> parts) {
+  std::string key;
+  for (auto part : parts) key += std::to_string(part.size()) + ":" + std::string(part);
+  return key;
+}
+
+uint16_t HashWorkflow(std::string_view workflow_id) {
+  uint32_t hash = 2166136261u;  // FNV-1a
+  for (char byte : workflow_id) hash = (hash ^ static_cast<uint8_t>(byte)) * 16777619u;
+  return static_cast<uint16_t>(hash ^ hash >> 16);
+}
+
+std::span<const Token> Tail(const std::vector<Token>& text, size_t end) {
+  size_t length = std::min<size_t>(end, kMaxContext);
+  return {text.data() + end - length, length};
+}
+
+}  // namespace
+
+struct Engine::Request {
+  Request(const Engine& engine, LabelTable& labels, RequestOptions request_options, uint32_t request_writer)
+      : options(std::move(request_options)),
+        writer(request_writer),
+        workflow(HashWorkflow(options.workflow_id)),
+        tracker(engine.grammar_, labels, options.start_block),
+        own(engine.options_.is_strict) {}
+
+  // The contexts at the end of its output, of the first `end` tokens; block starts count as tokens.
+  ContextHashes OutputContext(size_t end, bool is_strict) const {
+    auto tail = Tail(output, end);
+    return HashContext(tail.data(), tail.size(), tail.size() == end, is_strict);
+  }
+  ContextHashes TextContext(bool is_strict) const {
+    auto tail = Tail(text, text.size());
+    return HashContext(tail.data(), tail.size(), tail.size() == text.size(), is_strict);
+  }
+
+  RequestOptions options;
+  uint32_t writer;
+  uint16_t workflow;
+  BlockTracker tracker;
+  std::vector<Token> text;  // the prompt's end and the output
+  ContextIndex own;         // of `text`
+  uint32_t own_page = ContextIndex::kNoPage;
+  std::vector<Token> output;        // with kBlockStart at each block's start
+  std::vector<Label> output_label;  // of each token in `output`
+  int64_t num_output = 0;           // output tokens taken in
+  int64_t num_published = 0;        // tokens of `output` that entered the history; stays through a resync
+  std::shared_ptr<History> history;
+  History::Chain chain;
+  BlockStats* stats = nullptr;  // row of the current block
+  Draft draft;                  // the last one
+};
+
+struct Engine::Group {
+  struct Member {
+    Request* request;
+    ContextHashes text_context, output_context;
+    size_t first_query, num_queries;
+  };
+  std::array<Member, kGroupSize> members;
+  size_t num_members = 0;
+  std::array<Query, kGroupSize * 3> queries;  // own, current and previous generation
+  size_t num_queries = 0;
+};
+
+Engine::Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_offsets, std::vector<BlockRule> rules,
+               EngineOptions options)
+    : options_(options),
+      grammar_(std::move(rules)),
+      vocabulary_(std::move(vocabulary_bytes), std::move(vocabulary_offsets), grammar_),
+      drafter_(options.weights, options.is_strict) {}
+
+Engine::~Engine() = default;
+
+void Engine::CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const {
+  for (size_t i = 0; i < tokens.size(); ++i)
+    if (tokens[i] < 0 || tokens[i] >= vocabulary_.size())
+      Refuse(std::string(what) + "[" + std::to_string(i) + "]: token id " + std::to_string(tokens[i]) +
+             " is outside the vocabulary of " + std::to_string(vocabulary_.size()) +
+             (handle >= 0 ? " (handle " + std::to_string(handle) + ")" : ""));
+}
+
+void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOptions& options) {
+  CheckTokens(prompt, "tokens", handle);
+  if (options.max_draft_tokens < 0 || options.max_draft_tokens > kMaxDraftTokens)
+    Refuse("max_draft_tokens: expected 0 to 64, got " + std::to_string(options.max_draft_tokens));
+  std::lock_guard lock(mutex_);
+  ++clock_;
+  auto request = std::make_unique<Request>(*this, labels_, options, next_writer_++);
+  for (Token token : prompt.subspan(prompt.size() - std::min(prompt.size(), kMaxPromptTokens))) {
+    request->own_page = request->own.Append(request->own_page, token, request->TextContext(options_.is_strict),
+                                            kPromptLabel, request->writer, request->workflow);
+    request->text.push_back(token);
+  }
+  request->output.push_back(kBlockStart);
+  request->output_label.push_back(request->tracker.label());
+  request->history = FindHistory(options);
+  request->stats = FindStats(*request);
+  auto& slot = requests_[handle];
+  if (slot) {  // a resync hands the same output over once more
+    request->num_published = slot->num_published;
+    request->chain = slot->chain;
+    request->writer = slot->writer;
+  }
+  slot = std::move(request);
+}
+
+std::shared_ptr<History> Engine::FindHistory(const RequestOptions& options) {
+  if (!options.is_reader) return nullptr;
+  auto& history = histories_[Join({options.history_namespace, options.stage})];
+  if (!history) {
+    history = std::make_shared<History>(options_.is_strict);
+    history_bytes_ += history->MemoryBytes();
+  }
+  history->last_used = clock_;
+  auto found = history;  // ForgetOldest may drop the map's own
+  ForgetOldest();
+  return found;
+}
+
+BlockStats* Engine::FindStats(const Request& request) {
+  const RequestOptions& options = request.options;
+  std::string block = labels_.Path(request.tracker.label());
+  std::string key = Join({options.history_namespace, options.workflow_id, options.stage, block});
+  if (auto found = stats_.find(key); found != stats_.end()) return &found->second;
+  if (stats_.size() >= kMaxStatsRows) return &stats_.try_emplace("", BlockStats{"", "", "", "other"}).first->second;
+  BlockStats row{options.history_namespace, options.workflow_id, options.stage, block};
+  return &stats_.emplace(std::move(key), std::move(row)).first->second;
+}
+
+void Engine::CheckStep(const StepInput& input) const {
+  size_t num_rows = input.handles.size();
+  auto check_length = [&](const char* name, size_t length, size_t expected) {
+    if (length != expected)
+      Refuse(std::string(name) + ": expected " + std::to_string(expected) + " entries, got " + std::to_string(length));
+  };
+  auto check_counts = [&](const char* name, std::span<const int32_t> counts) {
+    check_length(name, counts.size(), num_rows);
+    for (size_t row = 0; row < num_rows; ++row)
+      if (counts[row] < 0)
+        Refuse(std::string(name) + "[" + std::to_string(row) + "]: expected >= 0, got " + std::to_string(counts[row]));
+  };
+  check_counts("positions", input.positions);
+  check_counts("num_draft_tokens", input.num_draft_tokens);
+  check_counts("num_accepted_tokens", input.num_accepted_tokens);
+  check_counts("max_draft_tokens", input.max_draft_tokens);
+  check_length("token_offsets", input.token_offsets.size(), num_rows + 1);
+  for (size_t row = 0; row < num_rows; ++row)
+    if (input.token_offsets[row] > input.token_offsets[row + 1])
+      Refuse("token_offsets[" + std::to_string(row + 1) + "]: goes backwards");
+  if (input.token_offsets.front() != 0 || static_cast<size_t>(input.token_offsets.back()) != input.token_ids.size())
+    Refuse("token_offsets: must run from 0 to the number of token_ids, " + std::to_string(input.token_ids.size()));
+  if (input.token_budget < 0) Refuse("token_budget: expected >= 0, got " + std::to_string(input.token_budget));
+  CheckTokens(input.token_ids, "token_ids", -1);
+}
+
+Engine::Request* Engine::FindRow(const StepInput& input, size_t row) {
+  auto found = requests_.find(input.handles[row]);
+  if (found == requests_.end() || found->second->num_output != input.positions[row]) return nullptr;
+  return found->second.get();
+}
+
+StepOutput Engine::Step(const StepInput& input) {
+  CheckStep(input);
+  size_t num_rows = input.handles.size();
+  StepOutput output;
+  output.draft_lengths.resize(num_rows);
+  output.redundancy.resize(num_rows);
+  std::vector<Request*> rows(num_rows);
+  std::vector<int32_t> lengths(num_rows);
+
+  std::lock_guard lock(mutex_);
+  ++clock_;
+  for (size_t row = 0; row < num_rows; ++row) {
+    Request* request = FindRow(input, row);
+    if (request == nullptr) {
+      output.resync_handles.push_back(input.handles[row]);
+      continue;
+    }
+    size_t begin = static_cast<size_t>(input.token_offsets[row]);
+    size_t num_tokens = static_cast<size_t>(input.token_offsets[row + 1]) - begin;
+    Publish(*request, request->output.size());
+    if (num_tokens > 0) request->stats->Count(input.num_draft_tokens[row], input.num_accepted_tokens[row], num_tokens);
+    Ingest(*request, input.token_ids.subspan(begin, num_tokens));
+    request->draft.length = 0;
+    request->draft.redundancy = 0;
+    rows[row] = request;
+  }
+  ForgetOldest();
+  if (input.token_budget > 0) DraftRows(input, rows);
+
+  for (size_t row = 0; row < num_rows; ++row) {
+    if (rows[row] == nullptr) continue;
+    lengths[row] = rows[row]->draft.length;
+    output.redundancy[row] = rows[row]->draft.redundancy;
+  }
+  AllocateByRedundancy(output.redundancy.data(), lengths.data(), num_rows, input.token_budget,
+                       output.draft_lengths.data());
+  for (size_t row = 0; row < num_rows; ++row) {
+    if (rows[row] == nullptr) continue;
+    Draft& draft = rows[row]->draft;
+    draft.length = output.draft_lengths[row];
+    output.draft_token_ids.insert(output.draft_token_ids.end(), draft.tokens.begin(),
+                                  draft.tokens.begin() + draft.length);
+    output.survival.insert(output.survival.end(), draft.survival.begin(), draft.survival.begin() + draft.length);
+  }
+  return output;
+}
+
+void Engine::Ingest(Request& request, std::span<const Token> tokens) {
+  for (Token token : tokens) {
+    Label label = request.tracker.label();
+    request.own_page = request.own.Append(request.own_page, token, request.TextContext(options_.is_strict), label,
+                                          request.writer, request.workflow);
+    request.text.push_back(token);
+    request.output.push_back(token);
+    request.output_label.push_back(label);
+    if (request.tracker.Advance(vocabulary_, grammar_, labels_, token)) {
+      request.output.push_back(kBlockStart);
+      request.output_label.push_back(request.tracker.label());
+      request.stats = FindStats(request);
+    }
+  }
+  request.num_output += static_cast<int64_t>(tokens.size());
+}
+
+void Engine::Publish(Request& request, size_t end) {
+  auto first = static_cast<size_t>(request.num_published);
+  if (first >= end || !request.history || !request.options.is_recorded) return;
+  History& history = *request.history;
+  size_t bytes_before = history.MemoryBytes();
+  for (size_t i = first; i < end; ++i)
+    history.Append(request.chain, request.output[i], request.OutputContext(i, options_.is_strict),
+                   request.output_label[i], request.writer, request.workflow);
+  request.num_published = static_cast<int64_t>(end);
+  history.last_used = clock_;
+  if (history.CurrentBytes() > options_.history_bytes / kGenerationsPerQuota) history.Rotate();
+  history_bytes_ += history.MemoryBytes() - bytes_before;
+}
+
+void Engine::ForgetOldest() {
+  while (history_bytes_ > options_.history_bytes && !histories_.empty()) {
+    auto oldest = histories_.end();
+    for (auto it = histories_.begin(); it != histories_.end(); ++it) {
+      bool can_shrink = it->second->num_tokens() > 0 || it->second.use_count() == 1;
+      if (can_shrink && (oldest == histories_.end() || it->second->last_used < oldest->second->last_used)) oldest = it;
+    }
+    if (oldest == histories_.end()) return;  // open requests hold all that is left, and it is empty
+    History& history = *oldest->second;
+    history_bytes_ -= history.MemoryBytes();
+    if (history.num_tokens() == 0) {
+      histories_.erase(oldest);
+    } else {
+      history.Rotate();
+      history_bytes_ += history.MemoryBytes();
+    }
+  }
+}
+
+void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows) {
+  auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(input.deadline_us);
+  for (size_t row = 0; row < rows.size();) {
+    if (input.deadline_us > 0 && row > 0 && std::chrono::steady_clock::now() > deadline) return;
+    Group group;
+    std::array<int, kGroupSize> room;
+    for (; row < rows.size() && group.num_members < kGroupSize; ++row) {
+      if (rows[row] == nullptr) continue;
+      int length = std::min({options_.num_speculative_tokens, rows[row]->options.max_draft_tokens,
+                             static_cast<int>(input.max_draft_tokens[row])});
+      if (length == 0) continue;
+      room[group.num_members] = length;
+      AddQueries(*rows[row], group);
+    }
+    for (size_t i = 0; i < group.num_queries; ++i) Drafter::Prefetch(group.queries[i]);
+    for (size_t i = 0; i < group.num_queries; ++i) Drafter::Find(group.queries[i]);
+    for (size_t i = 0; i < group.num_members; ++i) {
+      const auto& member = group.members[i];
+      drafter_.Clear();
+      for (size_t j = 0; j < member.num_queries; ++j) drafter_.Gather(group.queries[member.first_query + j]);
+      drafter_.Vote(room[i], member.request->draft);
+    }
+  }
+}
+
+void Engine::AddQueries(Request& request, Group& group) {
+  auto& member = group.members[group.num_members++];
+  member = {&request, request.TextContext(options_.is_strict),
+            request.OutputContext(request.output.size(), options_.is_strict), group.num_queries, 0};
+  Label label = request.tracker.label();
+  auto add = [&](const ContextIndex* index, const ContextHashes* hashes, const std::vector<Token>& text, bool is_own) {
+    group.queries[group.num_queries++] = {index, hashes,         text.data(),      text.size(),
+                                          label, request.writer, request.workflow, is_own};
+    ++member.num_queries;
+  };
+  add(&request.own, &member.text_context, request.text, true);
+  if (!request.history) return;
+  request.history->last_used = clock_;
+  add(request.history->current(), &member.output_context, request.output, false);
+  if (request.history->previous()) add(request.history->previous(), &member.output_context, request.output, false);
+}
+
+void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std::span<const Token> tail) {
+  if (true_length < 0) Refuse("true_length: expected >= 0, got " + std::to_string(true_length));
+  CheckTokens(tail, "tail", handle);
+  std::lock_guard lock(mutex_);
+  ++clock_;
+  auto found = requests_.find(handle);
+  if (found == requests_.end()) return;
+  Request& request = *found->second;
+  if (!tail.empty()) {
+    // The last step's verdict: what of the last draft the output went along with.
+    auto draft = std::span(request.draft.tokens).first(static_cast<size_t>(request.draft.length));
+    auto num_accepted = std::mismatch(draft.begin(), draft.end(), tail.begin(), tail.end()).first - draft.begin();
+    request.stats->Count(request.draft.length, num_accepted, tail.size());
+    Publish(request, request.output.size());
+    Ingest(request, tail);
+  }
+  // What was handed over past the true length is dropped: it was provisional, so it has not been published yet.
+  size_t end = 0;
+  int64_t num_tokens = 0;
+  while (end < request.output.size() && (request.output[end] == kBlockStart || num_tokens < true_length))
+    num_tokens += request.output[end++] != kBlockStart;
+  while (end > 0 && request.output[end - 1] == kBlockStart) --end;  // no block follows an end
+  if (reason != FinishReason::kError) Publish(request, end);
+  requests_.erase(found);
+  ForgetOldest();
+}
+
+std::string Engine::BlockPath(int64_t handle) const {
+  std::lock_guard lock(mutex_);
+  auto found = requests_.find(handle);
+  if (found == requests_.end()) Refuse("handle: " + std::to_string(handle) + " is not open");
+  return labels_.Path(found->second->tracker.label());
+}
+
+std::vector<BlockStats> Engine::Stats() const {
+  std::lock_guard lock(mutex_);
+  std::vector<BlockStats> rows;
+  for (const auto& [key, row] : stats_) rows.push_back(row);
+  return rows;
+}
+
+size_t Engine::NumOpenRequests() const {
+  std::lock_guard lock(mutex_);
+  return requests_.size();
+}
+
+size_t Engine::MemoryBytes() const {
+  std::lock_guard lock(mutex_);
+  return history_bytes_;
+}
+
+size_t Engine::NumHistoryTokens() const {
+  std::lock_guard lock(mutex_);
+  size_t num_tokens = 0;
+  for (const auto& [key, history] : histories_) num_tokens += history->num_tokens();
+  return num_tokens;
+}
+
+void Engine::CheckIntegrity() const {
+  std::lock_guard lock(mutex_);
+  size_t num_bytes = 0;
+  for (const auto& [key, history] : histories_) {
+    history->CheckIntegrity();
+    num_bytes += history->MemoryBytes();
+  }
+  if (num_bytes != history_bytes_) throw std::runtime_error("engine: the histories' bytes do not add up");
+  for (const auto& [handle, request] : requests_) request->own.CheckIntegrity();
+}
+
+}  // namespace agentspec

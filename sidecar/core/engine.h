@@ -1,0 +1,136 @@
+// The draft engine of one model: tracker -> history -> drafter -> budget, one call for the whole batch.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "block_tracker.h"
+#include "budget.h"
+#include "drafter.h"
+#include "grammar.h"
+#include "history.h"
+#include "types.h"
+
+namespace agentspec {
+
+struct EngineOptions {
+  int num_speculative_tokens = 16;
+  size_t history_bytes = size_t{1} << 30;
+  bool is_strict = false;
+  DraftWeights weights;
+};
+
+// What is known of a request when it opens.
+struct RequestOptions {
+  std::string history_namespace;  // a wall: nothing is shared across it
+  std::string workflow_id;
+  std::string stage;
+  std::string start_block;  // block path at the first output token; empty: top level
+  int max_draft_tokens = kMaxDraftTokens;
+  bool is_recorded = true;  // its output enters the history
+  bool is_reader = true;    // it drafts from the history
+};
+
+// Struct of arrays over the rows of a batch; see StepRequest in engine.py.
+struct StepInput {
+  std::span<const int64_t> handles;
+  std::span<const int32_t> positions;
+  std::span<const int32_t> token_offsets;
+  std::span<const Token> token_ids;
+  std::span<const int32_t> num_draft_tokens;
+  std::span<const int32_t> num_accepted_tokens;
+  std::span<const int32_t> max_draft_tokens;
+  int64_t token_budget;
+  int64_t deadline_us;  // 0: none
+};
+
+struct StepOutput {
+  std::vector<int32_t> draft_lengths;
+  std::vector<Token> draft_token_ids;
+  std::vector<float> survival;
+  std::vector<float> redundancy;
+  std::vector<int64_t> resync_handles;
+};
+
+enum class FinishReason { kStop = 0, kLength = 1, kAbort = 2, kError = 3 };
+
+struct BlockStats {
+  std::string history_namespace, workflow_id, stage, block;
+  int64_t num_steps = 0;
+  int64_t num_drafts = 0;
+  int64_t num_draft_tokens = 0;
+  int64_t num_accepted_tokens = 0;
+  int64_t num_tokens = 0;
+
+  // One step of one request.
+  void Count(int64_t draft_tokens, int64_t accepted_tokens, size_t tokens) {
+    num_steps += 1;
+    num_drafts += draft_tokens > 0;
+    num_draft_tokens += draft_tokens;
+    num_accepted_tokens += accepted_tokens;
+    num_tokens += static_cast<int64_t>(tokens);
+  }
+};
+
+// Thread-safe: every public call holds one lock.
+class Engine {
+ public:
+  Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_offsets, std::vector<BlockRule> rules,
+         EngineOptions options);
+  ~Engine();  // Request is complete in engine.cc only
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Throws std::invalid_argument, nothing changed: a token outside the vocabulary, max_draft_tokens outside 0..64.
+  void Open(int64_t handle, std::span<const Token> prompt, const RequestOptions& options);
+  // Throws std::invalid_argument, nothing changed: a wrong length, a negative count, a token outside the vocabulary.
+  StepOutput Step(const StepInput& input);
+  // An unknown handle is ignored. Throws std::invalid_argument, nothing changed: a token outside the vocabulary.
+  void Close(int64_t handle, FinishReason reason, int64_t true_length, std::span<const Token> tail);
+
+  // Block path of the next output token of an open request. Throws std::invalid_argument: unknown handle.
+  std::string BlockPath(int64_t handle) const;
+  std::vector<BlockStats> Stats() const;
+  size_t NumOpenRequests() const;
+  size_t MemoryBytes() const;
+  size_t NumHistoryTokens() const;
+  void CheckIntegrity() const;
+
+ private:
+  struct Request;
+  struct Group;  // requests whose queries are looked up together
+
+  void CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const;
+  void CheckStep(const StepInput& input) const;
+  std::shared_ptr<History> FindHistory(const RequestOptions& options);
+  BlockStats* FindStats(const Request& request);
+  // The request of a row, if the engine knows it at the row's position.
+  Request* FindRow(const StepInput& input, size_t row);
+  void Ingest(Request& request, std::span<const Token> tokens);
+  // Files the first `end` tokens of the request's output; they can't be taken back.
+  void Publish(Request& request, size_t end);
+  void DraftRows(const StepInput& input, std::span<Request* const> rows);
+  void AddQueries(Request& request, Group& group);
+  void ForgetOldest();
+
+  EngineOptions options_;
+  Grammar grammar_;
+  Vocabulary vocabulary_;
+  mutable std::mutex mutex_;
+  LabelTable labels_;
+  Drafter drafter_;
+  std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
+  std::unordered_map<std::string, std::shared_ptr<History>> histories_;  // by HistoryKey
+  std::unordered_map<std::string, BlockStats> stats_;
+  size_t history_bytes_ = 0;  // of all histories
+  uint64_t clock_ = 0;        // counts steps and openings; orders histories by last use
+  uint32_t next_writer_ = 0;
+};
+
+}  // namespace agentspec

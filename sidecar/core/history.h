@@ -1,0 +1,46 @@
+// What all requests of one history key have written: a context index in two generations, so that forgetting the oldest
+// half is one deallocation.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "context_index.h"
+#include "types.h"
+
+namespace agentspec {
+
+class History {
+ public:
+  // Where a request's text ends in the history.
+  struct Chain {
+    uint32_t generation = 0;
+    uint32_t page = ContextIndex::kNoPage;
+  };
+
+  explicit History(bool is_strict) : is_strict_(is_strict), current_(std::make_unique<ContextIndex>(is_strict)) {}
+
+  // Appends `token`, preceded by the contexts `hashes`, to `chain`.
+  void Append(Chain& chain, Token token, const ContextHashes& hashes, Label label, uint32_t writer, uint16_t workflow);
+
+  // Starts a new generation and drops the one before the current one.
+  void Rotate();
+  // The current generation and the one before it (nullptr if there is none).
+  const ContextIndex* current() const { return current_.get(); }
+  const ContextIndex* previous() const { return previous_.get(); }
+
+  size_t CurrentBytes() const { return current_->MemoryBytes(); }
+  size_t MemoryBytes() const { return sizeof(*this) + CurrentBytes() + (previous_ ? previous_->MemoryBytes() : 0); }
+  size_t num_tokens() const { return current_->num_tokens() + (previous_ ? previous_->num_tokens() : 0); }
+  void CheckIntegrity() const;
+
+  uint64_t last_used = 0;  // step of the engine in which it was last read or written
+
+ private:
+  bool is_strict_;
+  uint32_t generation_ = 1;
+  std::unique_ptr<ContextIndex> current_;
+  std::unique_ptr<ContextIndex> previous_;
+};
+
+}  // namespace agentspec

@@ -1,0 +1,18 @@
+// Words that every part of the core shares.
+#pragma once
+
+#include <cstdint>
+
+namespace agentspec {
+
+using Token = int32_t;      // token id; >= 0, or kBlockStart
+using Label = uint16_t;     // block path, index into LabelTable
+using Position = uint32_t;  // place of one token in a ContextIndex
+
+// Stands in a token log where a block (or a request's output) begins.
+inline constexpr Token kBlockStart = -1;
+// Block path of a prompt in a request's own index; every block may draft from it.
+inline constexpr Label kPromptLabel = 0xFFFF;
+inline constexpr int kMaxDraftTokens = 64;
+
+}  // namespace agentspec
