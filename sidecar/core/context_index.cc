@@ -9,35 +9,87 @@ namespace agentspec {
 
 namespace {
 
-constexpr uint64_t kSeed = 0x1234567ull;
-constexpr uint64_t kWholeContext = 0x5151;
 constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C15ull;
+constexpr uint64_t kWholeContext = 0x5151;
 
-inline uint64_t Mix(uint64_t hash, uint32_t value) {
-  hash = (hash ^ value) * kMultiplier;
+// Spreads the few bits of a token id, so that the sums below do not cancel out.
+inline uint64_t Spread(Token token) {
+  uint64_t value = (static_cast<uint32_t>(token) + 1) * 0xD6E8FEB86659FD93ull;
+  return value ^ (value >> 32);
+}
+
+inline uint64_t Finish(uint64_t hash, uint64_t kind) {
+  hash = (hash ^ kind) * kMultiplier;
   return hash ^ (hash >> 29);
 }
 
+// kMultiplier to the power of each order.
+constexpr auto kPowers = [] {
+  std::array<uint64_t, kNumOrders> powers{};
+  uint64_t power = 1;
+  for (int order = 0, exponent = 0; order < kNumOrders; ++order) {
+    for (; exponent < kOrders[order]; ++exponent) power *= kMultiplier;
+    powers[order] = power;
+  }
+  return powers;
+}();
+
 inline uint32_t Tag(uint64_t hash) { return static_cast<uint32_t>(hash >> 32); }
+
+// Contexts of a text of `length` tokens, given the hash of its last `order` tokens for the orders that fit, and of all.
+template <typename HashOfLast>
+ContextHashes Collect(size_t length, bool from_start, int max_orders, HashOfLast hash_of_last) {
+  ContextHashes result;
+  for (int level = 0; level < max_orders && !result.is_whole; ++level) {
+    auto order = static_cast<size_t>(kOrders[level]);
+    result.is_whole = from_start && order >= length;
+    if (order > length && !result.is_whole) break;
+    uint64_t kind = result.is_whole ? kWholeContext : static_cast<uint64_t>(level);
+    result.hash[result.num_orders++] = Finish(hash_of_last(level, std::min(order, length)), kind);
+  }
+  return result;
+}
+
+// How many of the last tokens form the text that contexts may see; sets whether it is all there is.
+size_t VisibleLength(const Token* text, size_t length, bool is_strict, bool* from_start) {
+  if (is_strict) {
+    for (size_t i = 1; i <= std::min<size_t>(length, kMaxContext); ++i) {
+      if (text[length - i] != kBlockStart) continue;
+      *from_start = true;
+      return i;
+    }
+  }
+  *from_start = *from_start && length > 0 && text[0] == kBlockStart;
+  return length;
+}
 
 }  // namespace
 
-ContextHashes HashContext(const Token* text, size_t length, bool from_start, bool is_strict, int max_orders) {
-  ContextHashes result;
-  uint64_t hash = kSeed;
-  size_t num_hashed = 0;
-  while (result.num_orders < max_orders && !result.is_whole) {
-    auto order = static_cast<size_t>(kOrders[result.num_orders]);
-    while (num_hashed < order && num_hashed < length && !result.is_whole) {
-      Token token = text[length - 1 - num_hashed++];
-      hash = Mix(hash, static_cast<uint32_t>(token));
-      result.is_whole = token == kBlockStart && (is_strict || (from_start && num_hashed == length));
+void HashedText::Push(Token token) {
+  tokens_.push_back(token);
+  prefix_hash_.push_back(prefix_hash_.back() * kMultiplier + Spread(token));
+}
+
+ContextHashes HashedText::Context(size_t end, bool is_strict) const {
+  bool from_start = true;
+  size_t length = VisibleLength(tokens_.data(), end, is_strict, &from_start);
+  return Collect(length, from_start, kNumOrders, [&](int level, size_t order) {
+    uint64_t power = kPowers[level];
+    if (order != static_cast<size_t>(kOrders[level])) {
+      power = 1;
+      for (size_t i = 0; i < order; ++i) power *= kMultiplier;
     }
-    if (num_hashed < order && !result.is_whole) break;
-    result.hash[result.num_orders] = Mix(hash, result.is_whole ? kWholeContext : result.num_orders);
-    ++result.num_orders;
-  }
-  return result;
+    return prefix_hash_[end] - prefix_hash_[end - order] * power;
+  });
+}
+
+ContextHashes HashedText::ContextOf(const Token* text, size_t length, bool from_start, bool is_strict, int max_orders) {
+  size_t visible = VisibleLength(text, length, is_strict, &from_start);
+  return Collect(visible, from_start, max_orders, [&](int, size_t order) {
+    uint64_t hash = 0;
+    for (size_t i = length - order; i < length; ++i) hash = hash * kMultiplier + Spread(text[i]);
+    return hash;
+  });
 }
 
 uint32_t ContextIndex::Append(uint32_t page, Token token, const ContextHashes& hashes, Label label, uint32_t writer,
@@ -145,7 +197,7 @@ ContextHashes ContextIndex::HashBefore(Position position, int max_orders) const 
     }
     text[--room] = PageText(page)[--offset];
   }
-  return HashContext(text.data() + room, kMaxContext - room, from_start, is_strict_, max_orders);
+  return HashedText::ContextOf(text.data() + room, kMaxContext - room, from_start, is_strict_, max_orders);
 }
 
 const ContextIndex::Slot* ContextIndex::FindSlot(uint64_t hash) const {

@@ -26,10 +26,24 @@ struct ContextHashes {
   bool is_whole = false;  // the last one reaches back to the start of the text (or block): no longer one exists
 };
 
-// Hashes the end of `text`, its `length` last tokens. `from_start`: text[0] is the first token of the output.
-// A context never reaches back past the start of an output, nor past any block start when `is_strict`.
-ContextHashes HashContext(const Token* text, size_t length, bool from_start, bool is_strict,
-                          int max_orders = kNumOrders);
+// A growing text with a hash of each of its prefixes, so that any context is hashed in constant time.
+class HashedText {
+ public:
+  void Push(Token token);
+  // Contexts of the place after the first `end` tokens. A context never reaches back past a kBlockStart at the start of
+  // the text, nor past any kBlockStart when `is_strict`.
+  ContextHashes Context(size_t end, bool is_strict) const;
+  // The same of a short text that is not kept.
+  static ContextHashes ContextOf(const Token* text, size_t length, bool from_start, bool is_strict, int max_orders);
+
+  const Token* data() const { return tokens_.data(); }
+  size_t size() const { return tokens_.size(); }
+  Token operator[](size_t i) const { return tokens_[i]; }
+
+ private:
+  std::vector<Token> tokens_;
+  std::vector<uint64_t> prefix_hash_{0};  // of the first i tokens
+};
 
 class ContextIndex {
  public:
@@ -62,6 +76,7 @@ class ContextIndex {
     uint32_t shorter_value = 0;  // that of the next shorter one
   };
   void PrefetchSlots(const ContextHashes& hashes) const;
+  void PrefetchBuckets(const ContextHashes& hashes) const { Find(hashes); }
   Lookup Find(const ContextHashes& hashes) const;
   void PrefetchText(const Lookup& lookup) const;
   // Writes the positions of a slot value, latest first, at most kBucketPositions; returns their number.

@@ -42,7 +42,7 @@ bool Drafter::Add(const Query& query, Position position, int begin) {
     if (header.workflow != query.workflow) weight *= weights_.other_workflow;
     if (is_other_block) weight *= weights_.other_block;
   }
-  candidates_[num_candidates_++] = {next, text + header.fill, query.index, page, header.label, match_length, weight};
+  candidates_[num_candidates_++] = {next, text + header.fill, query.index, page, header.label, match_length, weight, query.is_own};
   return true;
 }
 
@@ -81,36 +81,46 @@ Drafter::Winner Drafter::Poll() const {
     total += candidate.weight;
     int j = 0;
     while (j < num_polled && polled[j].token != *candidate.next) ++j;
-    if (j == num_polled) polled[num_polled++] = {*candidate.next, 0, 0, 0, 0};
+    if (j == num_polled) polled[num_polled++] = {*candidate.next, 0, 0, 0, 0, false, false};
     polled[j].weight += candidate.weight;
     polled[j].support += 1;
     polled[j].match_length = std::max(polled[j].match_length, candidate.match_length);
+    (candidate.is_own ? polled[j].is_own : polled[j].is_shared) = true;
   }
-  if (num_polled == 0) return {kBlockStart, 0, 0, 0, 0};
+  if (num_polled == 0) return {kBlockStart, 0, 0, 0, 0, false, false};
   Winner best = *std::max_element(polled, polled + num_polled,
                                   [](const Winner& a, const Winner& b) { return a.weight < b.weight; });
   best.total = total;
   return best;
 }
 
-void Drafter::Vote(int max_length, Draft& draft) {
+void Drafter::Vote(int max_length, const Calibration& calibration, Draft& draft) {
   draft.length = 0;
   draft.redundancy = 0;
+  float predicted = 1;
   float survival = 1;
   while (draft.length < max_length) {
+    int depth = draft.length;
     Winner winner = Poll();
     if (winner.support == 0) return;
+    int match_length = winner.match_length + depth;
     // Never-seen continuations get the weight of one candidate, less the longer the match has proved itself.
-    float escape = weights_.escape * match_weight_[winner.match_length] /
-                   static_cast<float>(1 + winner.match_length + draft.length);
-    survival *= winner.weight / (winner.total + escape);
-    if (draft.length == 0) {
+    float escape = weights_.escape * match_weight_[winner.match_length] / static_cast<float>(1 + match_length);
+    float consensus = winner.weight / winner.total;
+    auto cell = Calibration::CellOf(
+        {winner.is_own, winner.is_shared, depth, match_length, winner.support, std::min(consensus, 1.0f)});
+    predicted *= calibration.Probability(cell, winner.weight / (winner.total + escape));
+    survival = std::min(survival, calibration.Survival(predicted, depth));
+    if (depth == 0) {
       auto support = static_cast<float>(winner.support);
-      draft.redundancy = winner.weight / winner.total * support / (support + weights_.support_half);
+      draft.redundancy = std::min(1.0f, consensus) * support / (support + weights_.support_half);
     }
     if (survival < weights_.min_survival) return;
-    draft.tokens[draft.length] = winner.token;
-    draft.survival[draft.length++] = survival;
+    draft.tokens[depth] = winner.token;
+    draft.predicted[depth] = predicted;
+    draft.survival[depth] = survival;
+    draft.cell[depth] = cell;
+    ++draft.length;
     int num_alive = 0;
     for (int i = 0; i < num_candidates_; ++i) {
       Candidate& candidate = candidates_[i];

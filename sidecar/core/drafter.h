@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 
+#include "calibration.h"
 #include "context_index.h"
 #include "types.h"
 
@@ -19,7 +20,7 @@ struct DraftWeights {
   float other_block = 0.37f;       // another block path (soft isolation)
   float escape = 0.6f;             // weight of "something never seen here" after a match of length 0
   float support_half = 4.0f;       // candidates at which support saturates half
-  float min_survival = 0.1f;       // a draft ends where it would survive with less
+  float min_survival = 0.02f;      // a draft ends where it would survive with less; also what is learned from
   int min_candidates = 4;          // fewer: the next shorter context votes too
 };
 
@@ -27,6 +28,8 @@ struct Draft {
   int length = 0;
   std::array<Token, kMaxDraftTokens> tokens;
   std::array<float, kMaxDraftTokens> survival;  // P(token and all before it are accepted); never rises
+  std::array<float, kMaxDraftTokens> predicted;  // the same before the second stage of calibration
+  std::array<Calibration::Cell, kMaxDraftTokens> cell;  // kind of evidence of each token
   float redundancy = 0;  // consensus of the first token x support / (support + support_half), in [0, 1]
 };
 
@@ -57,7 +60,7 @@ class Drafter {
   void Clear() { num_candidates_ = 0; }
   void Gather(const Query& query);
   // Drafts at most `max_length` tokens from the candidates gathered since Clear.
-  void Vote(int max_length, Draft& draft);
+  void Vote(int max_length, const Calibration& calibration, Draft& draft);
 
  private:
   struct Candidate {
@@ -68,6 +71,7 @@ class Drafter {
     Label label;  // of its continuation's first token
     int match_length;
     float weight;
+    bool is_own;
   };
   static constexpr int kMaxCandidates = 64;
 
@@ -80,6 +84,7 @@ class Drafter {
     float total;  // weight of all candidates that still have a continuation
     int support;  // candidates that continue with the token; 0: there is none
     int match_length;
+    bool is_own, is_shared;
   };
   Winner Poll() const;
 

@@ -11,6 +11,7 @@ namespace {
 constexpr size_t kGroupSize = 16;          // requests whose memory reads overlap
 constexpr size_t kMaxPromptTokens = 8192;  // the last tokens of a prompt that are indexed
 constexpr size_t kMaxStatsRows = 4096;
+constexpr size_t kMaxCalibrations = 1024;  // more namespaces than that: all start anew
 // A generation may fill a quarter of the quota, so that one busy history forgets in portions.
 constexpr size_t kGenerationsPerQuota = 4;
 
@@ -29,11 +30,6 @@ uint16_t HashWorkflow(std::string_view workflow_id) {
   return static_cast<uint16_t>(hash ^ hash >> 16);
 }
 
-std::span<const Token> Tail(const std::vector<Token>& text, size_t end) {
-  size_t length = std::min<size_t>(end, kMaxContext);
-  return {text.data() + end - length, length};
-}
-
 }  // namespace
 
 struct Engine::Request {
@@ -44,31 +40,26 @@ struct Engine::Request {
         tracker(engine.grammar_, labels, options.start_block),
         own(engine.options_.is_strict) {}
 
-  // The contexts at the end of its output, of the first `end` tokens; block starts count as tokens.
-  ContextHashes OutputContext(size_t end, bool is_strict) const {
-    auto tail = Tail(output, end);
-    return HashContext(tail.data(), tail.size(), tail.size() == end, is_strict);
-  }
-  ContextHashes TextContext(bool is_strict) const {
-    auto tail = Tail(text, text.size());
-    return HashContext(tail.data(), tail.size(), tail.size() == text.size(), is_strict);
-  }
+  void CompareShadow(Token token);
 
   RequestOptions options;
   uint32_t writer;
   uint16_t workflow;
   BlockTracker tracker;
-  std::vector<Token> text;  // the prompt's end and the output
+  HashedText text;  // the prompt's end and the output
   ContextIndex own;         // of `text`
   uint32_t own_page = ContextIndex::kNoPage;
-  std::vector<Token> output;        // with kBlockStart at each block's start
+  HashedText output;        // with kBlockStart at each block's start
   std::vector<Label> output_label;  // of each token in `output`
   int64_t num_output = 0;           // output tokens taken in
   int64_t num_published = 0;        // tokens of `output` that entered the history; stays through a resync
   std::shared_ptr<History> history;
   History::Chain chain;
   BlockStats* stats = nullptr;  // row of the current block
-  Draft draft;                  // the last one
+  Draft draft;  // the last one
+  std::shared_ptr<Calibration> calibration;
+  Draft shadow;             // a draft that is being compared with what the request goes on to write
+  int shadow_accepted = 0;  // tokens of it that were right so far
 };
 
 struct Engine::Group {
@@ -108,13 +99,14 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   ++clock_;
   auto request = std::make_unique<Request>(*this, labels_, options, next_writer_++);
   for (Token token : prompt.subspan(prompt.size() - std::min(prompt.size(), kMaxPromptTokens))) {
-    request->own_page = request->own.Append(request->own_page, token, request->TextContext(options_.is_strict),
+    request->own_page = request->own.Append(request->own_page, token, request->text.Context(request->text.size(), options_.is_strict),
                                             kPromptLabel, request->writer, request->workflow);
-    request->text.push_back(token);
+    request->text.Push(token);
   }
-  request->output.push_back(kBlockStart);
+  request->output.Push(kBlockStart);
   request->output_label.push_back(request->tracker.label());
   request->history = FindHistory(options);
+  request->calibration = FindCalibration(options);
   request->stats = FindStats(*request);
   auto& slot = requests_[handle];
   if (slot) {  // a resync hands the same output over once more
@@ -136,6 +128,14 @@ std::shared_ptr<History> Engine::FindHistory(const RequestOptions& options) {
   auto found = history;  // ForgetOldest may drop the map's own
   ForgetOldest();
   return found;
+}
+
+std::shared_ptr<Calibration> Engine::FindCalibration(const RequestOptions& options) {
+  std::string key = Join({options.history_namespace, options.is_greedy ? "greedy" : "sampled"});
+  if (calibrations_.size() >= kMaxCalibrations && !calibrations_.contains(key)) calibrations_.clear();
+  auto& calibration = calibrations_[key];
+  if (!calibration) calibration = std::make_shared<Calibration>();
+  return calibration;
 }
 
 BlockStats* Engine::FindStats(const Request& request) {
@@ -191,27 +191,26 @@ StepOutput Engine::Step(const StepInput& input) {
 
   std::lock_guard lock(mutex_);
   ++clock_;
-  for (size_t row = 0; row < num_rows; ++row) {
-    Request* request = FindRow(input, row);
-    if (request == nullptr) {
-      output.resync_handles.push_back(input.handles[row]);
-      continue;
+  for (size_t begin = 0; begin < num_rows; begin += kGroupSize) {
+    size_t end = std::min(begin + kGroupSize, num_rows);
+    for (size_t row = begin; row < end; ++row) {
+      rows[row] = FindRow(input, row);
+      if (rows[row] == nullptr) output.resync_handles.push_back(input.handles[row]);
     }
-    size_t begin = static_cast<size_t>(input.token_offsets[row]);
-    size_t num_tokens = static_cast<size_t>(input.token_offsets[row + 1]) - begin;
-    Publish(*request, request->output.size());
-    if (num_tokens > 0) request->stats->Count(input.num_draft_tokens[row], input.num_accepted_tokens[row], num_tokens);
-    Ingest(*request, input.token_ids.subspan(begin, num_tokens));
-    request->draft.length = 0;
-    request->draft.redundancy = 0;
-    rows[row] = request;
+    PrefetchPublish(std::span(rows).subspan(begin, end - begin));
+    for (size_t row = begin; row < end; ++row)
+      if (rows[row] != nullptr) TakeIn(input, row, *rows[row]);
   }
   ForgetOldest();
   if (input.token_budget > 0) DraftRows(input, rows);
 
   for (size_t row = 0; row < num_rows; ++row) {
     if (rows[row] == nullptr) continue;
-    lengths[row] = rows[row]->draft.length;
+    const Draft& draft = rows[row]->draft;
+    lengths[row] = static_cast<int32_t>(
+        std::partition_point(draft.survival.begin(), draft.survival.begin() + draft.length,
+                             [&](float survival) { return survival >= options_.min_survival; }) -
+        draft.survival.begin());
     output.redundancy[row] = rows[row]->draft.redundancy;
   }
   AllocateByRedundancy(output.redundancy.data(), lengths.data(), num_rows, input.token_budget,
@@ -227,16 +226,48 @@ StepOutput Engine::Step(const StepInput& input) {
   return output;
 }
 
+void Engine::TakeIn(const StepInput& input, size_t row, Request& request) {
+  auto begin = static_cast<size_t>(input.token_offsets[row]);
+  size_t num_tokens = static_cast<size_t>(input.token_offsets[row + 1]) - begin;
+  Publish(request, request.output.size());
+  if (num_tokens > 0) request.stats->Count(input.num_draft_tokens[row], input.num_accepted_tokens[row], num_tokens);
+  Ingest(request, input.token_ids.subspan(begin, num_tokens));
+  request.draft.length = 0;
+  request.draft.redundancy = 0;
+}
+
+void Engine::PrefetchPublish(std::span<Request* const> rows) const {
+  for (auto prefetch : {&ContextIndex::PrefetchSlots, &ContextIndex::PrefetchBuckets}) {
+    for (const Request* request : rows) {
+      if (request == nullptr || !request->history || !request->options.is_recorded) continue;
+      for (auto i = static_cast<size_t>(request->num_published); i < request->output.size(); ++i)
+        (request->history->current()->*prefetch)(request->output.Context(i, options_.is_strict));
+    }
+  }
+}
+
+void Engine::Request::CompareShadow(Token token) {
+  if (shadow.length == 0) return;
+  bool is_accepted = shadow.tokens[shadow_accepted] == token;
+  calibration->RecordToken(shadow.cell[shadow_accepted], is_accepted);
+  shadow_accepted += is_accepted;
+  if (is_accepted && shadow_accepted < shadow.length) return;
+  for (int depth = 0; depth < shadow.length; ++depth)
+    calibration->RecordSurvival(shadow.predicted[depth], depth, depth < shadow_accepted);
+  shadow.length = 0;
+}
+
 void Engine::Ingest(Request& request, std::span<const Token> tokens) {
   for (Token token : tokens) {
+    request.CompareShadow(token);
     Label label = request.tracker.label();
-    request.own_page = request.own.Append(request.own_page, token, request.TextContext(options_.is_strict), label,
+    request.own_page = request.own.Append(request.own_page, token, request.text.Context(request.text.size(), options_.is_strict), label,
                                           request.writer, request.workflow);
-    request.text.push_back(token);
-    request.output.push_back(token);
+    request.text.Push(token);
+    request.output.Push(token);
     request.output_label.push_back(label);
     if (request.tracker.Advance(vocabulary_, grammar_, labels_, token)) {
-      request.output.push_back(kBlockStart);
+      request.output.Push(kBlockStart);
       request.output_label.push_back(request.tracker.label());
       request.stats = FindStats(request);
     }
@@ -250,7 +281,7 @@ void Engine::Publish(Request& request, size_t end) {
   History& history = *request.history;
   size_t bytes_before = history.MemoryBytes();
   for (size_t i = first; i < end; ++i)
-    history.Append(request.chain, request.output[i], request.OutputContext(i, options_.is_strict),
+    history.Append(request.chain, request.output[i], request.output.Context(i, options_.is_strict),
                    request.output_label[i], request.writer, request.workflow);
   request.num_published = static_cast<int64_t>(end);
   history.last_used = clock_;
@@ -297,17 +328,22 @@ void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows) {
       const auto& member = group.members[i];
       drafter_.Clear();
       for (size_t j = 0; j < member.num_queries; ++j) drafter_.Gather(group.queries[member.first_query + j]);
-      drafter_.Vote(room[i], member.request->draft);
+      Request& request = *member.request;
+      drafter_.Vote(room[i], *request.calibration, request.draft);
+      if (request.shadow.length == 0) {
+        request.shadow = request.draft;
+        request.shadow_accepted = 0;
+      }
     }
   }
 }
 
 void Engine::AddQueries(Request& request, Group& group) {
   auto& member = group.members[group.num_members++];
-  member = {&request, request.TextContext(options_.is_strict),
-            request.OutputContext(request.output.size(), options_.is_strict), group.num_queries, 0};
+  member = {&request, request.text.Context(request.text.size(), options_.is_strict),
+            request.output.Context(request.output.size(), options_.is_strict), group.num_queries, 0};
   Label label = request.tracker.label();
-  auto add = [&](const ContextIndex* index, const ContextHashes* hashes, const std::vector<Token>& text, bool is_own) {
+  auto add = [&](const ContextIndex* index, const ContextHashes* hashes, const HashedText& text, bool is_own) {
     group.queries[group.num_queries++] = {index, hashes,         text.data(),      text.size(),
                                           label, request.writer, request.workflow, is_own};
     ++member.num_queries;

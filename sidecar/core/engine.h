@@ -23,6 +23,7 @@ struct EngineOptions {
   int num_speculative_tokens = 16;
   size_t history_bytes = size_t{1} << 30;
   bool is_strict = false;
+  float min_survival = 0.1f;  // draft tokens that would survive with less are not verified
   DraftWeights weights;
 };
 
@@ -35,6 +36,7 @@ struct RequestOptions {
   int max_draft_tokens = kMaxDraftTokens;
   bool is_recorded = true;  // its output enters the history
   bool is_reader = true;    // it drafts from the history
+  bool is_greedy = true;    // the target model samples at temperature 0
 };
 
 // Struct of arrays over the rows of a batch; see StepRequest in engine.py.
@@ -109,9 +111,12 @@ class Engine {
   void CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const;
   void CheckStep(const StepInput& input) const;
   std::shared_ptr<History> FindHistory(const RequestOptions& options);
+  std::shared_ptr<Calibration> FindCalibration(const RequestOptions& options);
   BlockStats* FindStats(const Request& request);
   // The request of a row, if the engine knows it at the row's position.
   Request* FindRow(const StepInput& input, size_t row);
+  void TakeIn(const StepInput& input, size_t row, Request& request);
+  void PrefetchPublish(std::span<Request* const> rows) const;
   void Ingest(Request& request, std::span<const Token> tokens);
   // Files the first `end` tokens of the request's output; they can't be taken back.
   void Publish(Request& request, size_t end);
@@ -127,6 +132,7 @@ class Engine {
   Drafter drafter_;
   std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
   std::unordered_map<std::string, std::shared_ptr<History>> histories_;  // by HistoryKey
+  std::unordered_map<std::string, std::shared_ptr<Calibration>> calibrations_;  // by namespace, greedy or sampled
   std::unordered_map<std::string, BlockStats> stats_;
   size_t history_bytes_ = 0;  // of all histories
   uint64_t clock_ = 0;        // counts steps and openings; orders histories by last use
