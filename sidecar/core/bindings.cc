@@ -114,6 +114,7 @@ NB_MODULE(_core, module) {
   using agentspec::Engine;
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   module.def("allocate_by_redundancy", &Allocate, "scores"_a.noconvert(), "lengths"_a.noconvert(), "token_budget"_a);
+  nb::exception<agentspec::ArchiveError>(module, "ArchiveError", PyExc_ValueError);
   nb::class_<Engine>(module, "Engine")
       .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "num_speculative_tokens"_a,
            "history_bytes"_a, "is_strict"_a)
@@ -123,6 +124,25 @@ NB_MODULE(_core, module) {
            "token_ids"_a.noconvert(), "num_draft_tokens"_a.noconvert(), "num_accepted_tokens"_a.noconvert(),
            "max_draft_tokens"_a.noconvert(), "token_budget"_a, "deadline_us"_a)
       .def("close", &Close, "handle"_a, "reason"_a, "true_length"_a, "tail"_a.noconvert())
+      .def("export_histories",
+           [](const Engine& engine, const std::string& history_namespace) {
+             std::string archive;
+             {
+               nb::gil_scoped_release release;
+               archive = engine.Export(history_namespace);
+             }
+             return nb::bytes(archive.data(), archive.size());
+           },
+           "history_namespace"_a)
+      .def("import_histories",
+           [](Engine& engine, const nb::bytes& archive) {
+             std::string_view bytes(archive.c_str(), archive.size());
+             nb::gil_scoped_release release;
+             return engine.Import(bytes);
+           },
+           "archive"_a)
+      .def("delete_namespace", &Engine::DeleteNamespace, "history_namespace"_a, Unlocked())
+      .def("forget_unused", &Engine::ForgetUnused, "max_age_s"_a, Unlocked())
       .def("block_path", &Engine::BlockPath, "handle"_a, Unlocked())
       .def("stats", &Stats)
       .def("num_open_requests", &Engine::NumOpenRequests, Unlocked())

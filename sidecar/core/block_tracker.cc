@@ -1,5 +1,7 @@
 #include "block_tracker.h"
 
+#include "archive.h"
+
 #include <stdexcept>
 
 namespace agentspec {
@@ -24,6 +26,16 @@ std::string LabelTable::Path(Label label) const {
   return path;
 }
 
+Label LabelTable::Find(std::string_view path) {
+  Label label = kTop;
+  while (!path.empty()) {
+    auto name = path.substr(0, path.find('/'));
+    path.remove_prefix(std::min(path.size(), name.size() + 1));
+    if (label != kTop || name != entries_[kTop].name) label = Child(label, name);
+  }
+  return label;
+}
+
 Vocabulary::Vocabulary(std::string bytes, std::vector<int64_t> offsets, const Grammar& grammar)
     : bytes_(std::move(bytes)), offsets_(std::move(offsets)) {
   if (offsets_.empty() || offsets_.front() != 0 || offsets_.back() != static_cast<int64_t>(bytes_.size()))
@@ -37,6 +49,8 @@ Vocabulary::Vocabulary(std::string bytes, std::vector<int64_t> offsets, const Gr
       is_inert &= grammar.Next(Grammar::kRoot, static_cast<uint8_t>(byte)) == Grammar::kRoot;
     is_inert_.push_back(is_inert);
   }
+  std::string_view lengths(reinterpret_cast<const char*>(offsets_.data()), offsets_.size() * sizeof(offsets_[0]));
+  fingerprint_ = Checksum(bytes_, Checksum(lengths));
 }
 
 BlockTracker::BlockTracker(const Grammar& grammar, LabelTable& labels, std::string_view start_path) {

@@ -23,6 +23,8 @@ class LabelTable {
   // The path `parent` + "/" + `name`; when the table is full, one shared label named "other".
   Label Child(Label parent, std::string_view name);
   std::string Path(Label label) const;
+  // The label of a path that Path() has written.
+  Label Find(std::string_view path);
 
  private:
   struct Entry {
@@ -41,6 +43,7 @@ class Vocabulary {
   Vocabulary(std::string bytes, std::vector<int64_t> offsets, const Grammar& grammar);
 
   int32_t size() const { return static_cast<int32_t>(offsets_.size()) - 1; }
+  uint64_t fingerprint() const { return fingerprint_; }  // of all tokens' bytes, in order
   std::string_view Bytes(Token token) const {
     return std::string_view(bytes_).substr(offsets_[token], offsets_[token + 1] - offsets_[token]);
   }
@@ -51,6 +54,7 @@ class Vocabulary {
   std::string bytes_;
   std::vector<int64_t> offsets_;
   std::vector<uint8_t> is_inert_;
+  uint64_t fingerprint_;
 };
 
 class BlockTracker {

@@ -87,6 +87,7 @@ class ContextIndex {
   // How many tokens before `position` equal the end of `text`, at most min(length, kMaxContext).
   int MatchLength(Position position, const Token* text, size_t length) const;
 
+  uint32_t num_pages() const { return num_pages_; }
   size_t num_tokens() const { return num_tokens_; }
   size_t MemoryBytes() const;
   // Throws std::runtime_error: an invariant is broken.

@@ -24,6 +24,11 @@ std::string Join(std::initializer_list<std::string_view> parts) {
   return key;
 }
 
+// "default/salt-1" is a part of "default"; so is "default" itself.
+bool IsWithin(std::string_view inner, std::string_view outer) {
+  return inner.starts_with(outer) && (inner.size() == outer.size() || inner[outer.size()] == '/');
+}
+
 uint16_t HashWorkflow(std::string_view workflow_id) {
   uint32_t hash = 2166136261u;  // FNV-1a
   for (char byte : workflow_id) hash = (hash ^ static_cast<uint8_t>(byte)) * 16777619u;
@@ -40,6 +45,10 @@ struct Engine::Request {
         tracker(engine.grammar_, labels, options.start_block),
         own(engine.options_.is_strict) {}
 
+  void AppendText(Token token, Label label, bool is_strict) {
+    own_page = own.Append(own_page, token, text.Context(text.size(), is_strict), label, writer, workflow);
+    text.Push(token);
+  }
   void CompareShadow(Token token);
 
   RequestOptions options;
@@ -95,17 +104,16 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   CheckTokens(prompt, "tokens", handle);
   if (options.max_draft_tokens < 0 || options.max_draft_tokens > kMaxDraftTokens)
     Refuse("max_draft_tokens: expected 0 to 64, got " + std::to_string(options.max_draft_tokens));
-  std::lock_guard lock(mutex_);
-  ++clock_;
+  std::unique_lock lock(mutex_);
   auto request = std::make_unique<Request>(*this, labels_, options, next_writer_++);
-  for (Token token : prompt.subspan(prompt.size() - std::min(prompt.size(), kMaxPromptTokens))) {
-    request->own_page = request->own.Append(request->own_page, token, request->text.Context(request->text.size(), options_.is_strict),
-                                            kPromptLabel, request->writer, request->workflow);
-    request->text.Push(token);
-  }
+  lock.unlock();  // nobody else knows the request yet, and a long prompt must not hold up a step
+  for (Token token : prompt.subspan(prompt.size() - std::min(prompt.size(), kMaxPromptTokens)))
+    request->AppendText(token, kPromptLabel, options_.is_strict);
   request->output.Push(kBlockStart);
   request->output_label.push_back(request->tracker.label());
-  request->history = FindHistory(options);
+  lock.lock();
+  ++clock_;
+  request->history = options.is_reader ? FindHistory(options.history_namespace, options.stage) : nullptr;
   request->calibration = FindCalibration(options);
   request->stats = FindStats(*request);
   auto& slot = requests_[handle];
@@ -115,26 +123,28 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
     request->writer = slot->writer;
   }
   slot = std::move(request);
+  ForgetOldest();
 }
 
-std::shared_ptr<History> Engine::FindHistory(const RequestOptions& options) {
-  if (!options.is_reader) return nullptr;
-  auto& history = histories_[Join({options.history_namespace, options.stage})];
+std::shared_ptr<History> Engine::FindHistory(const std::string& history_namespace, const std::string& stage) {
+  auto& history = histories_[Join({history_namespace, stage})];
   if (!history) {
-    history = std::make_shared<History>(options_.is_strict);
+    history = std::make_shared<History>(history_namespace, stage, options_.is_strict);
     history_bytes_ += history->MemoryBytes();
   }
   history->last_used = clock_;
-  auto found = history;  // ForgetOldest may drop the map's own
-  ForgetOldest();
-  return found;
+  history->last_used_at = std::chrono::steady_clock::now();
+  return history;
 }
 
 std::shared_ptr<Calibration> Engine::FindCalibration(const RequestOptions& options) {
   std::string key = Join({options.history_namespace, options.is_greedy ? "greedy" : "sampled"});
   if (calibrations_.size() >= kMaxCalibrations && !calibrations_.contains(key)) calibrations_.clear();
-  auto& calibration = calibrations_[key];
-  if (!calibration) calibration = std::make_shared<Calibration>();
+  auto& [history_namespace, calibration] = calibrations_[key];
+  if (!calibration) {
+    history_namespace = options.history_namespace;
+    calibration = std::make_shared<Calibration>();
+  }
   return calibration;
 }
 
@@ -261,9 +271,7 @@ void Engine::Ingest(Request& request, std::span<const Token> tokens) {
   for (Token token : tokens) {
     request.CompareShadow(token);
     Label label = request.tracker.label();
-    request.own_page = request.own.Append(request.own_page, token, request.text.Context(request.text.size(), options_.is_strict), label,
-                                          request.writer, request.workflow);
-    request.text.Push(token);
+    request.AppendText(token, label, options_.is_strict);
     request.output.Push(token);
     request.output_label.push_back(label);
     if (request.tracker.Advance(vocabulary_, grammar_, labels_, token)) {
@@ -285,8 +293,12 @@ void Engine::Publish(Request& request, size_t end) {
                    request.output_label[i], request.writer, request.workflow);
   request.num_published = static_cast<int64_t>(end);
   history.last_used = clock_;
-  if (history.CurrentBytes() > options_.history_bytes / kGenerationsPerQuota) history.Rotate();
+  RotateIfFull(history);
   history_bytes_ += history.MemoryBytes() - bytes_before;
+}
+
+void Engine::RotateIfFull(History& history) const {
+  if (history.CurrentBytes() > options_.history_bytes / kGenerationsPerQuota) history.Rotate();
 }
 
 void Engine::ForgetOldest() {
@@ -387,6 +399,105 @@ std::string Engine::BlockPath(int64_t handle) const {
   auto found = requests_.find(handle);
   if (found == requests_.end()) Refuse("handle: " + std::to_string(handle) + " is not open");
   return labels_.Path(found->second->tracker.label());
+}
+
+std::string Engine::Export(const std::string& history_namespace) const {
+  ArchiveWriter writer(vocabulary_.fingerprint());
+  std::unique_lock lock(mutex_);
+  std::vector<std::shared_ptr<History>> histories;
+  for (const auto& [key, history] : histories_)
+    if (IsWithin(history->history_namespace, history_namespace)) histories.push_back(history);
+  for (const auto& history : histories) {
+    auto generations = history->Generations();
+    writer.BeginHistory(history->history_namespace, history->stage);
+    for (const auto& generation : generations) {
+      for (uint32_t page = 0; page < generation->num_pages(); ++page) {
+        if (generation->Header(page).previous != ContextIndex::kNoPage) continue;
+        writer.AddText(ReadText(*generation, page));
+        lock.unlock();  // steps go on between two texts
+        lock.lock();
+      }
+    }
+    writer.EndHistory();
+  }
+  return std::move(writer).Finish();
+}
+
+ArchivedText Engine::ReadText(const ContextIndex& index, uint32_t page) const {
+  ArchivedText text{index.Header(page).workflow, {}, {labels_.Path(index.Header(page).label)}};
+  for (; page != ContextIndex::kNoPage; page = index.Header(page).next) {
+    for (int i = 0; i < index.Header(page).fill; ++i) {
+      text.tokens.push_back(index.PageText(page)[i]);
+      if (text.tokens.back() == kBlockStart) text.paths.push_back(labels_.Path(index.Header(page).label));
+    }
+  }
+  return text;
+}
+
+size_t Engine::Import(std::string_view archive) {
+  size_t num_tokens = 0;
+  for (const auto& archived : ReadArchive(archive, vocabulary_.fingerprint(), vocabulary_.size())) {
+    for (const auto& text : archived.texts) {
+      std::lock_guard lock(mutex_);  // of one text, so that steps go on between two
+      auto history = FindHistory(archived.history_namespace, archived.stage);
+      AppendArchived(*history, text);
+      num_tokens += text.tokens.size();
+      history.reset();
+      ForgetOldest();
+    }
+  }
+  return num_tokens;
+}
+
+void Engine::AppendArchived(History& history, const ArchivedText& text) {
+  size_t bytes_before = history.MemoryBytes();
+  HashedText hashed;
+  History::Chain chain;
+  uint32_t writer = next_writer_++;
+  auto path = text.paths.begin();
+  Label label = labels_.Find(*path);
+  for (Token token : text.tokens) {
+    if (token == kBlockStart) label = labels_.Find(*++path);
+    history.Append(chain, token, hashed.Context(hashed.size(), options_.is_strict), label, writer, text.workflow);
+    hashed.Push(token);
+  }
+  RotateIfFull(history);
+  history_bytes_ += history.MemoryBytes() - bytes_before;
+}
+
+size_t Engine::DeleteNamespace(const std::string& history_namespace) {
+  std::lock_guard lock(mutex_);
+  size_t num_tokens = 0;
+  for (auto& [handle, request] : requests_) {
+    if (!IsWithin(request->options.history_namespace, history_namespace)) continue;
+    request->history.reset();  // what they still write is not stored either
+    request->stats = &discarded_stats_;
+  }
+  std::erase_if(histories_, [&](const auto& entry) {
+    const History& history = *entry.second;
+    if (!IsWithin(history.history_namespace, history_namespace)) return false;
+    num_tokens += history.num_tokens();
+    history_bytes_ -= history.MemoryBytes();
+    return true;
+  });
+  std::erase_if(stats_, [&](const auto& entry) { return IsWithin(entry.second.history_namespace, history_namespace); });
+  std::erase_if(calibrations_, [&](const auto& entry) { return IsWithin(entry.second.first, history_namespace); });
+  return num_tokens;
+}
+
+size_t Engine::ForgetUnused(double max_age_s) {
+  std::lock_guard lock(mutex_);
+  auto now = std::chrono::steady_clock::now();
+  size_t num_tokens = 0;
+  std::erase_if(histories_, [&](const auto& entry) {
+    const History& history = *entry.second;
+    std::chrono::duration<double> age = now - history.last_used_at;
+    if (entry.second.use_count() > 1 || age.count() < max_age_s) return false;
+    num_tokens += history.num_tokens();
+    history_bytes_ -= history.MemoryBytes();
+    return true;
+  });
+  return num_tokens;
 }
 
 std::vector<BlockStats> Engine::Stats() const {

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "archive.h"
 #include "block_tracker.h"
 #include "budget.h"
 #include "drafter.h"
@@ -96,6 +97,17 @@ class Engine {
   // An unknown handle is ignored. Throws std::invalid_argument, nothing changed: a token outside the vocabulary.
   void Close(int64_t handle, FinishReason reason, int64_t true_length, std::span<const Token> tail);
 
+  // All histories of a namespace and of those within it, as bytes. Steps go on meanwhile.
+  std::string Export(const std::string& history_namespace) const;
+  // Adds the histories of an archive; returns the number of tokens. Throws ArchiveError, nothing changed: another
+  // version or vocabulary, or the bytes were cut or changed.
+  size_t Import(std::string_view archive);
+  // Forgets all that a namespace, and those within it, ever wrote, also what its open requests go on to write. Returns
+  // the number of tokens.
+  size_t DeleteNamespace(const std::string& history_namespace);
+  // Forgets histories that no request has used for `max_age_s` seconds; returns the number of tokens.
+  size_t ForgetUnused(double max_age_s);
+
   // Block path of the next output token of an open request. Throws std::invalid_argument: unknown handle.
   std::string BlockPath(int64_t handle) const;
   std::vector<BlockStats> Stats() const;
@@ -110,7 +122,10 @@ class Engine {
 
   void CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const;
   void CheckStep(const StepInput& input) const;
-  std::shared_ptr<History> FindHistory(const RequestOptions& options);
+  std::shared_ptr<History> FindHistory(const std::string& history_namespace, const std::string& stage);
+  ArchivedText ReadText(const ContextIndex& index, uint32_t page) const;
+  void AppendArchived(History& history, const ArchivedText& text);
+  void RotateIfFull(History& history) const;
   std::shared_ptr<Calibration> FindCalibration(const RequestOptions& options);
   BlockStats* FindStats(const Request& request);
   // The request of a row, if the engine knows it at the row's position.
@@ -132,8 +147,10 @@ class Engine {
   Drafter drafter_;
   std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
   std::unordered_map<std::string, std::shared_ptr<History>> histories_;  // by HistoryKey
-  std::unordered_map<std::string, std::shared_ptr<Calibration>> calibrations_;  // by namespace, greedy or sampled
+  // By namespace, greedy or sampled; with the namespace.
+  std::unordered_map<std::string, std::pair<std::string, std::shared_ptr<Calibration>>> calibrations_;
   std::unordered_map<std::string, BlockStats> stats_;
+  BlockStats discarded_stats_;  // of open requests whose namespace was deleted
   size_t history_bytes_ = 0;  // of all histories
   uint64_t clock_ = 0;        // counts steps and openings; orders histories by last use
   uint32_t next_writer_ = 0;

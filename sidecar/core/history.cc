@@ -16,8 +16,13 @@ void History::Append(Chain& chain, Token token, const ContextHashes& hashes, Lab
 
 void History::Rotate() {
   previous_ = std::move(current_);
-  current_ = std::make_unique<ContextIndex>(is_strict_);
+  current_ = std::make_shared<ContextIndex>(is_strict_);
   ++generation_;
+}
+
+std::vector<std::shared_ptr<const ContextIndex>> History::Generations() const {
+  if (previous_) return {previous_, current_};
+  return {current_};
 }
 
 void History::CheckIntegrity() const {

@@ -2,8 +2,12 @@
 // half is one deallocation.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "context_index.h"
 #include "types.h"
@@ -18,7 +22,11 @@ class History {
     uint32_t page = ContextIndex::kNoPage;
   };
 
-  explicit History(bool is_strict) : is_strict_(is_strict), current_(std::make_unique<ContextIndex>(is_strict)) {}
+  History(std::string history_namespace, std::string stage, bool is_strict)
+      : history_namespace(std::move(history_namespace)),
+        stage(std::move(stage)),
+        is_strict_(is_strict),
+        current_(std::make_shared<ContextIndex>(is_strict)) {}
 
   // Appends `token`, preceded by the contexts `hashes`, to `chain`.
   void Append(Chain& chain, Token token, const ContextHashes& hashes, Label label, uint32_t writer, uint16_t workflow);
@@ -28,19 +36,24 @@ class History {
   // The current generation and the one before it (nullptr if there is none).
   const ContextIndex* current() const { return current_.get(); }
   const ContextIndex* previous() const { return previous_.get(); }
+  // Both, oldest first; they stay alive for a reader that lets go of the lock.
+  std::vector<std::shared_ptr<const ContextIndex>> Generations() const;
 
   size_t CurrentBytes() const { return current_->MemoryBytes(); }
   size_t MemoryBytes() const { return sizeof(*this) + CurrentBytes() + (previous_ ? previous_->MemoryBytes() : 0); }
   size_t num_tokens() const { return current_->num_tokens() + (previous_ ? previous_->num_tokens() : 0); }
   void CheckIntegrity() const;
 
+  const std::string history_namespace;
+  const std::string stage;
   uint64_t last_used = 0;  // step of the engine in which it was last read or written
+  std::chrono::steady_clock::time_point last_used_at;
 
  private:
   bool is_strict_;
   uint32_t generation_ = 1;
-  std::unique_ptr<ContextIndex> current_;
-  std::unique_ptr<ContextIndex> previous_;
+  std::shared_ptr<ContextIndex> current_;
+  std::shared_ptr<ContextIndex> previous_;
 };
 
 }  // namespace agentspec
