@@ -124,23 +124,25 @@ NB_MODULE(_core, module) {
            "token_ids"_a.noconvert(), "num_draft_tokens"_a.noconvert(), "num_accepted_tokens"_a.noconvert(),
            "max_draft_tokens"_a.noconvert(), "token_budget"_a, "deadline_us"_a)
       .def("close", &Close, "handle"_a, "reason"_a, "true_length"_a, "tail"_a.noconvert())
-      .def("export_histories",
-           [](const Engine& engine, const std::string& history_namespace) {
-             std::string archive;
-             {
-               nb::gil_scoped_release release;
-               archive = engine.Export(history_namespace);
-             }
-             return nb::bytes(archive.data(), archive.size());
-           },
-           "history_namespace"_a)
-      .def("import_histories",
-           [](Engine& engine, const nb::bytes& archive) {
-             std::string_view bytes(archive.c_str(), archive.size());
-             nb::gil_scoped_release release;
-             return engine.Import(bytes);
-           },
-           "archive"_a)
+      .def(
+          "export_histories",
+          [](const Engine& engine, const std::string& history_namespace) {
+            std::string archive;
+            {
+              nb::gil_scoped_release release;
+              archive = engine.Export(history_namespace);
+            }
+            return nb::bytes(archive.data(), archive.size());
+          },
+          "history_namespace"_a)
+      .def(
+          "import_histories",
+          [](Engine& engine, const nb::bytes& archive) {
+            std::string_view bytes(archive.c_str(), archive.size());
+            nb::gil_scoped_release release;
+            return engine.Import(bytes);
+          },
+          "archive"_a)
       .def("delete_namespace", &Engine::DeleteNamespace, "history_namespace"_a, Unlocked())
       .def("forget_unused", &Engine::ForgetUnused, "max_age_s"_a, Unlocked())
       .def("block_path", &Engine::BlockPath, "handle"_a, Unlocked())

@@ -1,8 +1,8 @@
 #include "block_tracker.h"
 
-#include "archive.h"
-
 #include <stdexcept>
+
+#include "archive.h"
 
 namespace agentspec {
 

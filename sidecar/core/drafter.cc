@@ -42,7 +42,8 @@ bool Drafter::Add(const Query& query, Position position, int begin) {
     if (header.workflow != query.workflow) weight *= weights_.other_workflow;
     if (is_other_block) weight *= weights_.other_block;
   }
-  candidates_[num_candidates_++] = {next, text + header.fill, query.index, page, header.label, match_length, weight, query.is_own};
+  candidates_[num_candidates_++] = {next,         text + header.fill, query.index, page,
+                                    header.label, match_length,       weight,      query.is_own};
   return true;
 }
 

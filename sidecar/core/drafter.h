@@ -27,8 +27,8 @@ struct DraftWeights {
 struct Draft {
   int length = 0;
   std::array<Token, kMaxDraftTokens> tokens;
-  std::array<float, kMaxDraftTokens> survival;  // P(token and all before it are accepted); never rises
-  std::array<float, kMaxDraftTokens> predicted;  // the same before the second stage of calibration
+  std::array<float, kMaxDraftTokens> survival;          // P(token and all before it are accepted); never rises
+  std::array<float, kMaxDraftTokens> predicted;         // the same before the second stage of calibration
   std::array<Calibration::Cell, kMaxDraftTokens> cell;  // kind of evidence of each token
   float redundancy = 0;  // consensus of the first token x support / (support + support_half), in [0, 1]
 };

@@ -55,17 +55,17 @@ struct Engine::Request {
   uint32_t writer;
   uint16_t workflow;
   BlockTracker tracker;
-  HashedText text;  // the prompt's end and the output
-  ContextIndex own;         // of `text`
+  HashedText text;   // the prompt's end and the output
+  ContextIndex own;  // of `text`
   uint32_t own_page = ContextIndex::kNoPage;
-  HashedText output;        // with kBlockStart at each block's start
+  HashedText output;                // with kBlockStart at each block's start
   std::vector<Label> output_label;  // of each token in `output`
   int64_t num_output = 0;           // output tokens taken in
   int64_t num_published = 0;        // tokens of `output` that entered the history; stays through a resync
   std::shared_ptr<History> history;
   History::Chain chain;
   BlockStats* stats = nullptr;  // row of the current block
-  Draft draft;  // the last one
+  Draft draft;                  // the last one
   std::shared_ptr<Calibration> calibration;
   Draft shadow;             // a draft that is being compared with what the request goes on to write
   int shadow_accepted = 0;  // tokens of it that were right so far
@@ -217,10 +217,10 @@ StepOutput Engine::Step(const StepInput& input) {
   for (size_t row = 0; row < num_rows; ++row) {
     if (rows[row] == nullptr) continue;
     const Draft& draft = rows[row]->draft;
-    lengths[row] = static_cast<int32_t>(
-        std::partition_point(draft.survival.begin(), draft.survival.begin() + draft.length,
-                             [&](float survival) { return survival >= options_.min_survival; }) -
-        draft.survival.begin());
+    lengths[row] =
+        static_cast<int32_t>(std::partition_point(draft.survival.begin(), draft.survival.begin() + draft.length,
+                                                  [&](float survival) { return survival >= options_.min_survival; }) -
+                             draft.survival.begin());
     output.redundancy[row] = rows[row]->draft.redundancy;
   }
   AllocateByRedundancy(output.redundancy.data(), lengths.data(), num_rows, input.token_budget,

@@ -151,8 +151,8 @@ class Engine {
   std::unordered_map<std::string, std::pair<std::string, std::shared_ptr<Calibration>>> calibrations_;
   std::unordered_map<std::string, BlockStats> stats_;
   BlockStats discarded_stats_;  // of open requests whose namespace was deleted
-  size_t history_bytes_ = 0;  // of all histories
-  uint64_t clock_ = 0;        // counts steps and openings; orders histories by last use
+  size_t history_bytes_ = 0;    // of all histories
+  uint64_t clock_ = 0;          // counts steps and openings; orders histories by last use
   uint32_t next_writer_ = 0;
 };
 
