@@ -146,7 +146,7 @@ def allocate_by_redundancy(
     Raises:
         ValueError: a score is outside [0, 1] or NaN, a length or the budget is negative, the lengths differ.
 
-    Source: AgentSpec (arXiv 2608.24004), redundancy-aware budget allocation; rounding and redistribution are ours, D-005.
+    Source: AgentSpec (arXiv 2608.24004), redundancy-aware budget allocation; rounding and redistribution: D-009.
     """
     return _core.allocate_by_redundancy(scores, lengths, token_budget)
 
