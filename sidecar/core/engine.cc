@@ -11,6 +11,7 @@ namespace {
 constexpr size_t kGroupSize = 16;          // requests whose memory reads overlap
 constexpr size_t kMaxPromptTokens = 8192;  // the last tokens of a prompt that are indexed
 constexpr size_t kMaxStatsRows = 4096;
+constexpr int64_t kMaxDeadlineUs = 3'600'000'000;  // an hour: far from overflow
 // A generation may fill a quarter of the quota, so that one busy history forgets in portions.
 constexpr size_t kGenerationsPerQuota = 4;
 
@@ -63,6 +64,7 @@ struct Engine::Request {
   uint32_t own_page = ContextIndex::kNoPage;
   std::vector<Token> output;        // with kBlockStart at each block's start
   std::vector<Label> output_label;  // of each token in `output`
+  uint64_t last_step = 0;           // clock of the engine at its last step
   int64_t num_output = 0;           // output tokens taken in
   int64_t num_published = 0;        // tokens of `output` that entered the history; stays through a resync
   std::shared_ptr<History> history;
@@ -117,7 +119,9 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   request->history = FindHistory(options);
   request->stats = FindStats(*request);
   auto& slot = requests_[handle];
-  if (slot) {  // a resync hands the same output over once more
+  // A resync hands the same output over once more. Under another history it is another request: there, the pages of its
+  // chain are those of others.
+  if (slot && slot->history == request->history) {
     request->num_published = slot->num_published;
     request->chain = slot->chain;
     request->writer = slot->writer;
@@ -135,7 +139,11 @@ std::shared_ptr<History> Engine::FindHistory(const RequestOptions& options) {
   history->last_used = clock_;
   auto found = history;  // ForgetOldest may drop the map's own
   ForgetOldest();
-  return found;
+  if (history_bytes_ <= options_.history_bytes || found.use_count() > 2) return found;
+  // Open requests hold all that is left, and it is empty: this one goes without a history.
+  history_bytes_ -= found->MemoryBytes();
+  histories_.erase(Join({options.history_namespace, options.stage}));
+  return nullptr;
 }
 
 BlockStats* Engine::FindStats(const Request& request) {
@@ -143,7 +151,7 @@ BlockStats* Engine::FindStats(const Request& request) {
   std::string block = labels_.Path(request.tracker.label());
   std::string key = Join({options.history_namespace, options.workflow_id, options.stage, block});
   if (auto found = stats_.find(key); found != stats_.end()) return &found->second;
-  if (stats_.size() >= kMaxStatsRows) return &stats_.try_emplace("", BlockStats{"", "", "", "other"}).first->second;
+  if (stats_.size() + 1 >= kMaxStatsRows) return &stats_.try_emplace("", BlockStats{"", "", "", "other"}).first->second;
   BlockStats row{options.history_namespace, options.workflow_id, options.stage, block};
   return &stats_.emplace(std::move(key), std::move(row)).first->second;
 }
@@ -170,29 +178,39 @@ void Engine::CheckStep(const StepInput& input) const {
       Refuse("token_offsets[" + std::to_string(row + 1) + "]: goes backwards");
   if (input.token_offsets.front() != 0 || static_cast<size_t>(input.token_offsets.back()) != input.token_ids.size())
     Refuse("token_offsets: must run from 0 to the number of token_ids, " + std::to_string(input.token_ids.size()));
+  if (input.deadline_us < 0) Refuse("deadline_us: expected >= 0, got " + std::to_string(input.deadline_us));
   if (input.token_budget < 0) Refuse("token_budget: expected >= 0, got " + std::to_string(input.token_budget));
   CheckTokens(input.token_ids, "token_ids", -1);
 }
 
-Engine::Request* Engine::FindRow(const StepInput& input, size_t row) {
-  auto found = requests_.find(input.handles[row]);
-  if (found == requests_.end() || found->second->num_output != input.positions[row]) return nullptr;
-  return found->second.get();
+std::vector<Engine::Request*> Engine::FindRows(const StepInput& input) {
+  std::vector<Request*> rows(input.handles.size());
+  for (size_t row = 0; row < rows.size(); ++row) {
+    auto found = requests_.find(input.handles[row]);
+    if (found == requests_.end()) continue;
+    Request& request = *found->second;
+    if (request.last_step == clock_)
+      Refuse("handles[" + std::to_string(row) + "]: " + std::to_string(input.handles[row]) + " occurs twice");
+    request.last_step = clock_;
+    if (request.num_output == input.positions[row]) rows[row] = &request;
+  }
+  return rows;
 }
 
 StepOutput Engine::Step(const StepInput& input) {
+  auto deadline = Clock::now() + std::chrono::microseconds(std::min(input.deadline_us, kMaxDeadlineUs));
   CheckStep(input);
   size_t num_rows = input.handles.size();
   StepOutput output;
   output.draft_lengths.resize(num_rows);
   output.redundancy.resize(num_rows);
-  std::vector<Request*> rows(num_rows);
   std::vector<int32_t> lengths(num_rows);
 
   std::lock_guard lock(mutex_);
   ++clock_;
+  std::vector<Request*> rows = FindRows(input);
   for (size_t row = 0; row < num_rows; ++row) {
-    Request* request = FindRow(input, row);
+    Request* request = rows[row];
     if (request == nullptr) {
       output.resync_handles.push_back(input.handles[row]);
       continue;
@@ -204,10 +222,9 @@ StepOutput Engine::Step(const StepInput& input) {
     Ingest(*request, input.token_ids.subspan(begin, num_tokens));
     request->draft.length = 0;
     request->draft.redundancy = 0;
-    rows[row] = request;
   }
   ForgetOldest();
-  if (input.token_budget > 0) DraftRows(input, rows);
+  if (input.token_budget > 0) DraftRows(input, rows, deadline);
 
   for (size_t row = 0; row < num_rows; ++row) {
     if (rows[row] == nullptr) continue;
@@ -231,7 +248,7 @@ void Engine::Ingest(Request& request, std::span<const Token> tokens) {
   for (Token token : tokens) {
     Label label = request.tracker.label();
     request.own_page = request.own.Append(request.own_page, token, request.TextContext(options_.is_strict), label,
-                                          request.writer, request.workflow);
+                                          request.writer, request.workflow, request.output.back() == kBlockStart);
     request.text.push_back(token);
     request.output.push_back(token);
     request.output_label.push_back(label);
@@ -249,9 +266,11 @@ void Engine::Publish(Request& request, size_t end) {
   if (first >= end || !request.history || !request.options.is_recorded) return;
   History& history = *request.history;
   size_t bytes_before = history.MemoryBytes();
-  for (size_t i = first; i < end; ++i)
+  for (size_t i = first; i < end; ++i) {
     history.Append(request.chain, request.output[i], request.OutputContext(i, options_.is_strict),
                    request.output_label[i], request.writer, request.workflow);
+    if (history.CurrentBytes() > options_.history_bytes / 2) history.Rotate();  // of a huge text the end stays
+  }
   request.num_published = static_cast<int64_t>(end);
   history.last_used = clock_;
   if (history.CurrentBytes() > options_.history_bytes / kGenerationsPerQuota) history.Rotate();
@@ -262,13 +281,13 @@ void Engine::ForgetOldest() {
   while (history_bytes_ > options_.history_bytes && !histories_.empty()) {
     auto oldest = histories_.end();
     for (auto it = histories_.begin(); it != histories_.end(); ++it) {
-      bool can_shrink = it->second->num_tokens() > 0 || it->second.use_count() == 1;
+      bool can_shrink = !it->second->is_empty() || it->second.use_count() == 1;
       if (can_shrink && (oldest == histories_.end() || it->second->last_used < oldest->second->last_used)) oldest = it;
     }
     if (oldest == histories_.end()) return;  // open requests hold all that is left, and it is empty
     History& history = *oldest->second;
     history_bytes_ -= history.MemoryBytes();
-    if (history.num_tokens() == 0) {
+    if (history.is_empty()) {
       histories_.erase(oldest);
     } else {
       history.Rotate();
@@ -277,10 +296,9 @@ void Engine::ForgetOldest() {
   }
 }
 
-void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows) {
-  auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(input.deadline_us);
+void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline) {
   for (size_t row = 0; row < rows.size();) {
-    if (input.deadline_us > 0 && row > 0 && std::chrono::steady_clock::now() > deadline) return;
+    if (input.deadline_us > 0 && row > 0 && Clock::now() > deadline) return;
     Group group;
     std::array<int, kGroupSize> room;
     for (; row < rows.size() && group.num_members < kGroupSize; ++row) {
@@ -327,12 +345,13 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
   auto found = requests_.find(handle);
   if (found == requests_.end()) return;
   Request& request = *found->second;
+  // Tokens before the tail are missing, as after a resync that no step followed.
+  if (true_length > request.num_output + static_cast<int64_t>(tail.size())) tail = {};
   if (!tail.empty()) {
     // The last step's verdict: what of the last draft the output went along with.
     auto draft = std::span(request.draft.tokens).first(static_cast<size_t>(request.draft.length));
     auto num_accepted = std::mismatch(draft.begin(), draft.end(), tail.begin(), tail.end()).first - draft.begin();
     request.stats->Count(request.draft.length, num_accepted, tail.size());
-    Publish(request, request.output.size());
     Ingest(request, tail);
   }
   // What was handed over past the true length is dropped: it was provisional, so it has not been published yet.

@@ -32,6 +32,7 @@ class History {
   size_t CurrentBytes() const { return current_->MemoryBytes(); }
   size_t MemoryBytes() const { return sizeof(*this) + CurrentBytes() + (previous_ ? previous_->MemoryBytes() : 0); }
   size_t num_tokens() const { return current_->num_tokens() + (previous_ ? previous_->num_tokens() : 0); }
+  bool is_empty() const { return current_->is_empty() && !previous_; }
   void CheckIntegrity() const;
 
   uint64_t last_used = 0;  // step of the engine in which it was last read or written

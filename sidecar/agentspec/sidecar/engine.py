@@ -151,6 +151,11 @@ def allocate_by_redundancy(
     return _core.allocate_by_redundancy(scores, lengths, token_budget)
 
 
+def _narrow(namespace: str, tag: str) -> str:
+    """Append the tag's namespace, so written that no choice of it equals another part of a namespace."""
+    return f"{namespace}/tag-{tag.replace('%', '%25').replace('/', '%2F')}" if tag else namespace
+
+
 class Engine:
     """Block tracker, histories, drafter and budget of one model; thread-safe, and never holds the GIL while it works.
 
@@ -207,7 +212,7 @@ class Engine:
         self._core.open(
             handle,
             tokens,
-            f"{namespace}/{tags.namespace}" if tags.namespace else namespace,
+            _narrow(namespace, tags.namespace),
             tags.workflow_id,
             tags.stage,
             block,
