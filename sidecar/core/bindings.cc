@@ -50,11 +50,11 @@ void Construct(agentspec::Engine* engine, const nb::bytes& vocabulary, const Arr
 
 void Open(agentspec::Engine& engine, int64_t handle, const ArrayIn<int32_t>& tokens, std::string history_namespace,
           std::string workflow_id, std::string stage, std::string start_block, int max_draft_tokens, bool is_recorded,
-          bool is_reader) {
+          bool is_reader, bool is_greedy) {
   nb::gil_scoped_release release;
   engine.Open(handle, Span(tokens),
               {std::move(history_namespace), std::move(workflow_id), std::move(stage), std::move(start_block),
-               max_draft_tokens, is_recorded, is_reader});
+               max_draft_tokens, is_recorded, is_reader, is_greedy});
 }
 
 using Drafts = std::tuple<ArrayOut<int32_t>, ArrayOut<int32_t>, ArrayOut<float>, ArrayOut<float>, ArrayOut<int64_t>>;
@@ -119,7 +119,7 @@ NB_MODULE(_core, module) {
       .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "num_speculative_tokens"_a,
            "history_bytes"_a, "is_strict"_a)
       .def("open", &Open, "handle"_a, "tokens"_a.noconvert(), "history_namespace"_a, "workflow_id"_a, "stage"_a,
-           "start_block"_a, "max_draft_tokens"_a, "is_recorded"_a, "is_reader"_a)
+           "start_block"_a, "max_draft_tokens"_a, "is_recorded"_a, "is_reader"_a, "is_greedy"_a)
       .def("step", &Step, "handles"_a.noconvert(), "positions"_a.noconvert(), "token_offsets"_a.noconvert(),
            "token_ids"_a.noconvert(), "num_draft_tokens"_a.noconvert(), "num_accepted_tokens"_a.noconvert(),
            "max_draft_tokens"_a.noconvert(), "token_budget"_a, "deadline_us"_a)

@@ -74,22 +74,23 @@ void BlockTracker::Push(int rule, Label label) {
 
 bool BlockTracker::Advance(const Vocabulary& vocabulary, const Grammar& grammar, LabelTable& labels, Token token) {
   if (state_ == Grammar::kRoot && vocabulary.IsInert(token)) return false;
-  Label before = label();
-  int depth_before = depth_;
+  bool is_other_block = false;
   for (char byte : vocabulary.Bytes(token)) {
     state_ = grammar.Next(state_, static_cast<uint8_t>(byte));
     if (!grammar.HasMarker(state_)) continue;
     int top = stack_[depth_].rule;
     if (grammar.Closes(state_, top)) {
       --depth_;
+      is_other_block = true;
     } else if (int rule = grammar.Opens(state_, top); rule != Grammar::kNoRule) {
+      is_other_block |= depth_ < kMaxDepth;
       Push(rule, labels.Child(label(), grammar.name(rule)));
     } else {
       continue;
     }
     state_ = Grammar::kRoot;
   }
-  return label() != before || depth_ != depth_before;
+  return is_other_block;
 }
 
 }  // namespace agentspec

@@ -93,26 +93,28 @@ ContextHashes HashedText::ContextOf(const Token* text, size_t length, bool from_
 }
 
 uint32_t ContextIndex::Append(uint32_t page, Token token, const ContextHashes& hashes, Label label, uint32_t writer,
-                              uint16_t workflow) {
-  if (page == kNoPage || Header(page).fill == kPageTokens || Header(page).label != label) {
+                              uint16_t workflow, bool starts_block) {
+  if (page == kNoPage || starts_block || Header(page).fill == kPageTokens || Header(page).label != label) {
     if (num_pages_ == kMaxPages) return kNoPage;
-    page = NewPage(page, label, writer, workflow);
+    page = NewPage(page, label, writer, workflow, starts_block);
   }
   PageHeader& header = headers_[page >> kChunkBits][page & kChunkMask];
   Position position = page * kPageTokens + header.fill;
   chunks_[page >> kChunkBits][page & kChunkMask].tokens[header.fill++] = token;
-  ++num_tokens_;
-  if (token != kBlockStart) File(position, 0, hashes);
+  if (token != kBlockStart) {
+    ++num_tokens_;
+    File(position, 0, hashes);
+  }
   return page;
 }
 
-uint32_t ContextIndex::NewPage(uint32_t previous, Label label, uint32_t writer, uint16_t workflow) {
+uint32_t ContextIndex::NewPage(uint32_t previous, Label label, uint32_t writer, uint16_t workflow, bool starts_block) {
   uint32_t page = num_pages_++;
   if ((page & kChunkMask) == 0) {
     chunks_.emplace_back(new Page[kChunkMask + 1]);
     headers_.emplace_back(new PageHeader[kChunkMask + 1]);
   }
-  headers_[page >> kChunkBits][page & kChunkMask] = {kNoPage, previous, writer, workflow, label, 0};
+  headers_[page >> kChunkBits][page & kChunkMask] = {kNoPage, previous, writer, workflow, label, 0, starts_block};
   if (previous != kNoPage) headers_[previous >> kChunkBits][previous & kChunkMask].next = page;
   return page;
 }
@@ -186,7 +188,7 @@ ContextHashes ContextIndex::HashBefore(Position position, int max_orders) const 
   uint32_t page = position / kPageTokens;
   uint32_t offset = position % kPageTokens;
   bool from_start = false;
-  while (room > 0) {
+  while (true) {
     if (offset == 0) {
       page = Header(page).previous;
       if (page == kNoPage) {
@@ -195,6 +197,7 @@ ContextHashes ContextIndex::HashBefore(Position position, int max_orders) const 
       }
       offset = Header(page).fill;
     }
+    if (room == 0) break;
     text[--room] = PageText(page)[--offset];
   }
   return HashedText::ContextOf(text.data() + room, kMaxContext - room, from_start, is_strict_, max_orders);
@@ -324,7 +327,7 @@ void ContextIndex::CheckIntegrity() const {
     if (header.fill == 0 || header.fill > kPageTokens) fail("page " + std::to_string(page) + " has a wrong fill");
     if (header.next != kNoPage && (header.next >= num_pages_ || Header(header.next).previous != page))
       fail("page " + std::to_string(page) + " has a broken link");
-    num_tokens += header.fill;
+    num_tokens += header.fill - std::count(PageText(page), PageText(page) + header.fill, kBlockStart);
   }
   if (num_tokens != num_tokens_) fail("pages hold " + std::to_string(num_tokens) + " tokens, not num_tokens");
   size_t num_slots = 0;

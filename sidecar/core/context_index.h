@@ -39,6 +39,7 @@ class HashedText {
   const Token* data() const { return tokens_.data(); }
   size_t size() const { return tokens_.size(); }
   Token operator[](size_t i) const { return tokens_[i]; }
+  Token back() const { return tokens_.back(); }
 
  private:
   std::vector<Token> tokens_;
@@ -60,14 +61,16 @@ class ContextIndex {
     uint16_t workflow;  // hash of its workflow id
     Label label;
     uint8_t fill;  // tokens in it
+    bool starts_block;
   };
 
   explicit ContextIndex(bool is_strict) : is_strict_(is_strict) {}
 
   // Appends `token`, preceded by the contexts `hashes`, to the chain that ends in `page` (kNoPage starts one).
+  // `starts_block`: the first token of a block in a text without kBlockStart.
   // Returns the page that the chain ends in now; kNoPage when the index is full, and nothing was appended.
   uint32_t Append(uint32_t page, Token token, const ContextHashes& hashes, Label label, uint32_t writer,
-                  uint16_t workflow);
+                  uint16_t workflow, bool starts_block = false);
 
   // Look-up in three rounds of memory reads, so that a caller overlaps those of many requests: prefetch the slots of
   // all contexts; find the bucket and prefetch it; prefetch the text at its positions.
@@ -88,7 +91,8 @@ class ContextIndex {
   int MatchLength(Position position, const Token* text, size_t length) const;
 
   uint32_t num_pages() const { return num_pages_; }
-  size_t num_tokens() const { return num_tokens_; }
+  size_t num_tokens() const { return num_tokens_; }  // without block starts
+  bool is_empty() const { return num_pages_ == 0; }
   size_t MemoryBytes() const;
   // Throws std::runtime_error: an invariant is broken.
   void CheckIntegrity() const;
@@ -107,7 +111,7 @@ class ContextIndex {
     uint32_t value;  // 0: empty; position + 1; or kIsBucket | kHasBurst? | class << 28 | offset in 16-byte units
   };
 
-  uint32_t NewPage(uint32_t previous, Label label, uint32_t writer, uint16_t workflow);
+  uint32_t NewPage(uint32_t previous, Label label, uint32_t writer, uint16_t workflow, bool starts_block);
   void File(Position position, int order, const ContextHashes& hashes);
   void AddToBucket(Slot* slot, Position position, int order, const ContextHashes& hashes, bool* goes_deeper);
   ContextHashes HashBefore(Position position, int max_orders) const;

@@ -1,1 +1,322 @@
-int main() {}
+// Checks of the core that need no Python, for the sanitizers: random plays, generations, budgets, threads.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <iterator>
+#include <map>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "budget.h"
+#include "engine.h"
+
+namespace {
+
+using namespace agentspec;
+
+#define CHECK(fact)                                                        \
+  do {                                                                     \
+    if (!(fact)) {                                                         \
+      std::fprintf(stderr, "%s:%d: not: %s\n", __FILE__, __LINE__, #fact); \
+      std::abort();                                                        \
+    }                                                                      \
+  } while (false)
+
+class Random {
+ public:
+  explicit Random(uint32_t seed) : generator_(seed) {}
+  int Below(int limit) { return static_cast<int>(generator_() % static_cast<uint32_t>(limit)); }
+  template <typename T>
+  T OneOf(std::initializer_list<T> values) {
+    return values.begin()[Below(static_cast<int>(values.size()))];
+  }
+
+ private:
+  std::mt19937 generator_;
+};
+
+const std::vector<std::string> kPieces = {"x", "y", "<t>", "</t>", "|", "<", "/t>", "t>", "</t><t>", "||"};
+
+std::vector<BlockRule> Rules() { return {{"a", "<t>", "</t>", {"text", "c", "a"}}, {"c", "|", "|", {"text", "a"}}}; }
+
+std::vector<int64_t> Offsets(const std::vector<std::string>& pieces) {
+  std::vector<int64_t> offsets = {0};
+  for (const auto& piece : pieces) offsets.push_back(offsets.back() + static_cast<int64_t>(piece.size()));
+  return offsets;
+}
+
+std::string Joined(const std::vector<std::string>& pieces) {
+  return std::accumulate(pieces.begin(), pieces.end(), std::string());
+}
+
+// Plays requests of its own against an engine that it may share with other players.
+class Player {
+ public:
+  Player(Engine& engine, int num_speculative_tokens, uint32_t seed, int64_t first_handle)
+      : engine_(engine), num_speculative_tokens_(num_speculative_tokens), random_(seed), next_handle_(first_handle) {}
+
+  void Play() {
+    switch (random_.Below(8)) {
+      case 0:
+      case 1:
+        return Open(next_handle_++);
+      case 2:
+        if (int64_t handle = AnyHandle(); handle >= 0) Open(handle);  // a resync, or a handle used again elsewhere
+        return;
+      case 3:
+        if (int64_t handle = AnyHandle(); handle >= 0) Close(handle);
+        return;
+      default:
+        Step();
+    }
+  }
+
+  void CloseAll() {
+    while (!positions_.empty()) Close(positions_.begin()->first);
+  }
+
+ private:
+  int64_t AnyHandle() {
+    if (positions_.empty()) return -1;
+    return std::next(positions_.begin(), random_.Below(static_cast<int>(positions_.size())))->first;
+  }
+
+  std::vector<Token> Text(int length) {
+    std::vector<Token> text;
+    for (int i = 0; i < length; ++i) text.push_back(random_.OneOf({0, 1, random_.Below(4), random_.Below(10)}));
+    return text;
+  }
+
+  void Open(int64_t handle) {
+    RequestOptions options;
+    options.history_namespace = random_.OneOf<const char*>({"n", "m"});
+    options.workflow_id = random_.OneOf<const char*>({"w", "v"});
+    options.stage = random_.OneOf<const char*>({"s", "s", "t", "u"});
+    options.start_block = random_.OneOf<const char*>({"", "a", "a/x", "y/c"});
+    options.max_draft_tokens = random_.OneOf({64, 64, 3, 0});
+    options.is_reader = random_.Below(6) > 0;
+    options.is_recorded = options.is_reader && random_.Below(6) > 0;
+    engine_.Open(handle, Text(random_.OneOf({0, 5, 40})), options);
+    positions_[handle] = 0;
+  }
+
+  void Step() {
+    std::vector<int64_t> handles;
+    std::vector<int32_t> positions, offsets = {0}, drafted, accepted, room;
+    std::vector<Token> tokens;
+    for (auto& [handle, position] : positions_) {
+      if (random_.Below(3) == 0) continue;
+      bool is_lost = random_.Below(30) == 0;
+      auto text = Text(random_.OneOf({0, 1, 1, 3, 50}));
+      handles.push_back(handle);
+      positions.push_back(position + is_lost);
+      tokens.insert(tokens.end(), text.begin(), text.end());
+      offsets.push_back(static_cast<int32_t>(tokens.size()));
+      drafted.push_back(random_.Below(3));
+      accepted.push_back(random_.Below(drafted.back() + 1));
+      room.push_back(random_.OneOf({64, 64, 2, 0}));
+      if (!is_lost) position += static_cast<int32_t>(text.size());
+    }
+    int64_t budget = random_.OneOf({0, 5, 100000});
+    StepInput input{handles, positions, offsets, tokens, drafted, accepted, room, budget, random_.OneOf({0, 0, 1})};
+    CheckAnswer(input, engine_.Step(input));
+  }
+
+  void CheckAnswer(const StepInput& input, const StepOutput& output) {
+    size_t num_drafted = 0;
+    CHECK(output.draft_lengths.size() == input.handles.size() && output.redundancy.size() == input.handles.size());
+    for (size_t row = 0; row < input.handles.size(); ++row) {
+      int32_t length = output.draft_lengths[row];
+      CHECK(length >= 0 && length <= std::min(num_speculative_tokens_, input.max_draft_tokens[row]));
+      CHECK(output.redundancy[row] >= 0 && output.redundancy[row] <= 1);
+      float survival = 1;
+      for (int32_t i = 0; i < length; ++i, ++num_drafted) {
+        CHECK(output.draft_token_ids[num_drafted] >= 0 && output.draft_token_ids[num_drafted] < 10);
+        CHECK(output.survival[num_drafted] > 0 && output.survival[num_drafted] <= survival);
+        survival = output.survival[num_drafted];
+      }
+    }
+    CHECK(num_drafted == output.draft_token_ids.size() && num_drafted == output.survival.size());
+    CHECK(static_cast<int64_t>(num_drafted) <= input.token_budget);
+  }
+
+  void Close(int64_t handle) {
+    auto reason = static_cast<FinishReason>(random_.Below(4));
+    int64_t true_length = std::max(0, positions_[handle] + random_.Below(8) - 4);
+    engine_.Close(handle, reason, true_length, Text(random_.OneOf({0, 0, 4})));
+    positions_.erase(handle);
+  }
+
+  Engine& engine_;
+  int num_speculative_tokens_;
+  Random random_;
+  int64_t next_handle_;
+  std::map<int64_t, int32_t> positions_;  // output tokens handed over, by open handle
+};
+
+EngineOptions Options(uint32_t seed, size_t history_bytes) {
+  EngineOptions options;
+  options.num_speculative_tokens = seed % 3 == 0 ? 64 : 4;
+  options.history_bytes = history_bytes;
+  options.is_strict = seed % 2 == 0;
+  return options;
+}
+
+void TestRandomPlaysKeepIntegrityAndQuota() {
+  constexpr size_t kQuotas[] = {1, 200, 700, 6000, 23000, 60000, 1 << 20};
+  for (uint32_t seed = 0; seed < 28; ++seed) {
+    size_t quota = kQuotas[seed % std::size(kQuotas)];
+    EngineOptions options = Options(seed, quota);
+    Engine engine(Joined(kPieces), Offsets(kPieces), Rules(), options);
+    Player player(engine, options.num_speculative_tokens, seed, 0);
+    for (int call = 0; call < 200; ++call) {
+      player.Play();
+      engine.CheckIntegrity();
+      CHECK(engine.MemoryBytes() <= quota);
+    }
+    player.CloseAll();
+    engine.CheckIntegrity();
+    CHECK(engine.NumOpenRequests() == 0);
+  }
+}
+
+void TestThreadsShareOneEngine() {
+  EngineOptions options = Options(3, 300000);
+  Engine engine(Joined(kPieces), Offsets(kPieces), Rules(), options);
+  std::vector<std::thread> threads;
+  for (uint32_t seed = 0; seed < 3; ++seed)
+    threads.emplace_back([&engine, &options, seed] {
+      Player player(engine, options.num_speculative_tokens, seed, seed * 100000);
+      for (int call = 0; call < 800; ++call) {
+        player.Play();
+        if (call % 50 == 0) engine.CheckIntegrity();
+        CHECK(engine.MemoryBytes() <= 300000);
+        CHECK(engine.Stats().size() <= 4096 && engine.NumHistoryTokens() < 300000);
+      }
+      player.CloseAll();
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK(engine.NumOpenRequests() == 0);
+}
+
+void Append(History& history, const std::vector<Token>& text, uint32_t writer) {
+  History::Chain chain;
+  for (size_t i = 0; i < text.size(); ++i)
+    history.Append(chain, text[i], HashContext(text.data(), i, true, false), 0, writer, 0);
+}
+
+std::vector<Token> DraftAfter(const History& history, const std::vector<Token>& text) {
+  Drafter drafter(DraftWeights{}, false);
+  drafter.Clear();
+  auto hashes = HashContext(text.data(), text.size(), true, false);
+  for (const ContextIndex* index : {history.current(), history.previous()}) {
+    if (index == nullptr) continue;
+    Query query{index, &hashes, text.data(), text.size(), 0, 999, 0, false};
+    Drafter::Prefetch(query);
+    Drafter::Find(query);
+    drafter.Gather(query);
+  }
+  Draft draft;
+  drafter.Vote(8, draft);
+  return {draft.tokens.begin(), draft.tokens.begin() + draft.length};
+}
+
+void TestTheGenerationBeforeTheCurrentOneIsStillDraftedFrom() {
+  using Tokens = std::vector<Token>;
+  History history(false);
+  Append(history, {kBlockStart, 1, 2, 3}, 1);
+  history.Rotate();
+  Append(history, {kBlockStart, 4, 5, 6}, 2);
+  CHECK((DraftAfter(history, {kBlockStart, 1}) == Tokens{2, 3}));
+  CHECK((DraftAfter(history, {kBlockStart, 4}) == Tokens{5, 6}));
+  history.Rotate();
+  CHECK((DraftAfter(history, {kBlockStart, 1}) == Tokens{}));
+  CHECK((DraftAfter(history, {kBlockStart, 4}) == Tokens{5, 6}));
+  history.CheckIntegrity();
+}
+
+void TestATextGoesOnInTheNextGeneration() {
+  History history(false);
+  History::Chain chain;
+  std::vector<Token> text = {kBlockStart};
+  for (Token token = 0; token < 200; ++token) text.push_back(token);
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (i == 100) history.Rotate();
+    size_t tail = std::min<size_t>(i, kMaxContext);
+    history.Append(chain, text[i], HashContext(text.data() + i - tail, tail, tail == i, false), 0, 1, 0);
+  }
+  CHECK((DraftAfter(history, {7, 8}) == std::vector<Token>{9, 10, 11, 12, 13, 14, 15, 16}));
+  CHECK((DraftAfter(history, {150, 151}).front() == 152));
+  history.CheckIntegrity();
+}
+
+void TestMarkersSplitInAnyWayGiveTheSamePath() {
+  Grammar grammar(Rules());
+  std::vector<std::string> bytes(256);
+  for (int byte = 0; byte < 256; ++byte) bytes[static_cast<size_t>(byte)] = static_cast<char>(byte);
+  Vocabulary by_piece(Joined(kPieces), Offsets(kPieces), grammar), by_byte(Joined(bytes), Offsets(bytes), grammar);
+  LabelTable labels;
+  for (uint32_t seed = 0; seed < 100; ++seed) {
+    Random random(seed);
+    BlockTracker whole(grammar, labels, "a/x/c"), split(grammar, labels, "a/x/c");
+    for (int i = 0; i < 200; ++i) {
+      Token token = random.Below(10);
+      whole.Advance(by_piece, grammar, labels, token);
+      for (char byte : by_piece.Bytes(token)) split.Advance(by_byte, grammar, labels, static_cast<uint8_t>(byte));
+      CHECK(whole.label() == split.label());
+    }
+  }
+}
+
+void TestArbitraryBytesNeverEscapeTheTracker() {
+  Grammar grammar(Rules());
+  Random random(1);
+  std::vector<std::string> pieces(1000);
+  for (auto& piece : pieces)
+    for (int i = random.Below(9); i > 0; --i)
+      piece += static_cast<char>(random.OneOf<int>({random.Below(256), '<', '|'}));
+  Vocabulary vocabulary(Joined(pieces), Offsets(pieces), grammar);
+  LabelTable labels;
+  BlockTracker tracker(grammar, labels, "");
+  for (int i = 0; i < 20000; ++i) {
+    tracker.Advance(vocabulary, grammar, labels, random.Below(1000));
+    CHECK(!labels.Path(tracker.label()).empty());
+  }
+}
+
+void TestBudgetsAreSpentAndNoRowGetsMoreThanItDrafted() {
+  for (uint32_t seed = 0; seed < 1000; ++seed) {
+    Random random(seed);
+    auto num_rows = static_cast<size_t>(random.Below(300));
+    int64_t budget = random.OneOf({0, 1, random.Below(300), random.Below(10000)}), usable = 0, spent = 0;
+    std::vector<float> scores(num_rows);
+    std::vector<int32_t> lengths(num_rows), budgets(num_rows, -1);
+    for (size_t row = 0; row < num_rows; ++row) {
+      scores[row] = random.OneOf({0.0f, 1.0f, 1e-45f, static_cast<float>(random.Below(1000)) / 1000});
+      lengths[row] = random.Below(65);
+      if (scores[row] > 0) usable += lengths[row];
+    }
+    AllocateByRedundancy(scores.data(), lengths.data(), num_rows, budget, budgets.data());
+    for (size_t row = 0; row < num_rows; ++row) {
+      CHECK(budgets[row] >= 0 && budgets[row] <= (scores[row] > 0 ? lengths[row] : 0));
+      spent += budgets[row];
+    }
+    CHECK(spent == std::min(budget, usable));
+  }
+}
+
+}  // namespace
+
+int main() {
+  TestBudgetsAreSpentAndNoRowGetsMoreThanItDrafted();
+  TestMarkersSplitInAnyWayGiveTheSamePath();
+  TestArbitraryBytesNeverEscapeTheTracker();
+  TestTheGenerationBeforeTheCurrentOneIsStillDraftedFrom();
+  TestATextGoesOnInTheNextGeneration();
+  TestRandomPlaysKeepIntegrityAndQuota();
+  TestThreadsShareOneEngine();
+  std::puts("core_test: all passed");
+}

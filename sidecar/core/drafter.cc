@@ -56,7 +56,8 @@ void Drafter::SkipBlockStarts(Candidate& candidate) const {
   while (true) {
     if (candidate.next == candidate.page_end) {
       uint32_t page = candidate.index->Header(candidate.page).next;
-      if (page == ContextIndex::kNoPage || (is_strict_ && candidate.index->Header(page).label != candidate.label)) {
+      if (page == ContextIndex::kNoPage || (is_strict_ && (candidate.index->Header(page).label != candidate.label ||
+                                                           candidate.index->Header(page).starts_block))) {
         candidate.next = nullptr;
         return;
       }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <tuple>
 
 namespace agentspec {
 
@@ -11,7 +12,8 @@ namespace {
 constexpr size_t kGroupSize = 16;          // requests whose memory reads overlap
 constexpr size_t kMaxPromptTokens = 8192;  // the last tokens of a prompt that are indexed
 constexpr size_t kMaxStatsRows = 4096;
-constexpr size_t kMaxCalibrations = 1024;  // more namespaces than that: all start anew
+constexpr size_t kMaxCalibrations = 1024;          // more namespaces than that: all start anew
+constexpr int64_t kMaxDeadlineUs = 3'600'000'000;  // an hour: far from overflow
 // A generation may fill a quarter of the quota, so that one busy history forgets in portions.
 constexpr size_t kGenerationsPerQuota = 4;
 
@@ -45,8 +47,8 @@ struct Engine::Request {
         tracker(engine.grammar_, labels, options.start_block),
         own(engine.options_.is_strict) {}
 
-  void AppendText(Token token, Label label, bool is_strict) {
-    own_page = own.Append(own_page, token, text.Context(text.size(), is_strict), label, writer, workflow);
+  void AppendText(Token token, Label label, bool is_strict, bool starts_block = false) {
+    own_page = own.Append(own_page, token, text.Context(text.size(), is_strict), label, writer, workflow, starts_block);
     text.Push(token);
   }
   void CompareShadow(Token token);
@@ -60,6 +62,7 @@ struct Engine::Request {
   uint32_t own_page = ContextIndex::kNoPage;
   HashedText output;                // with kBlockStart at each block's start
   std::vector<Label> output_label;  // of each token in `output`
+  uint64_t last_step = 0;           // clock of the engine at its last step
   int64_t num_output = 0;           // output tokens taken in
   int64_t num_published = 0;        // tokens of `output` that entered the history; stays through a resync
   std::shared_ptr<History> history;
@@ -117,13 +120,14 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   request->calibration = FindCalibration(options);
   request->stats = FindStats(*request);
   auto& slot = requests_[handle];
-  if (slot) {  // a resync hands the same output over once more
+  // A resync hands the same output over once more. Under another history it is another request: there, the pages of its
+  // chain are those of others.
+  if (slot && slot->history == request->history) {
     request->num_published = slot->num_published;
     request->chain = slot->chain;
     request->writer = slot->writer;
   }
   slot = std::move(request);
-  ForgetOldest();
 }
 
 std::shared_ptr<History> Engine::FindHistory(const std::string& history_namespace, const std::string& stage) {
@@ -133,8 +137,14 @@ std::shared_ptr<History> Engine::FindHistory(const std::string& history_namespac
     history_bytes_ += history->MemoryBytes();
   }
   history->last_used = clock_;
-  history->last_used_at = std::chrono::steady_clock::now();
-  return history;
+  history->last_used_at = Clock::now();
+  auto found = history;  // ForgetOldest may drop the map's own
+  ForgetOldest();
+  if (history_bytes_ <= options_.history_bytes || found.use_count() > 2) return found;
+  // Open requests hold all that is left, and it is empty: this one goes without a history.
+  history_bytes_ -= found->MemoryBytes();
+  histories_.erase(Join({history_namespace, stage}));
+  return nullptr;
 }
 
 std::shared_ptr<Calibration> Engine::FindCalibration(const RequestOptions& options) {
@@ -153,7 +163,7 @@ BlockStats* Engine::FindStats(const Request& request) {
   std::string block = labels_.Path(request.tracker.label());
   std::string key = Join({options.history_namespace, options.workflow_id, options.stage, block});
   if (auto found = stats_.find(key); found != stats_.end()) return &found->second;
-  if (stats_.size() >= kMaxStatsRows) return &stats_.try_emplace("", BlockStats{"", "", "", "other"}).first->second;
+  if (stats_.size() + 1 >= kMaxStatsRows) return &stats_.try_emplace("", BlockStats{"", "", "", "other"}).first->second;
   BlockStats row{options.history_namespace, options.workflow_id, options.stage, block};
   return &stats_.emplace(std::move(key), std::move(row)).first->second;
 }
@@ -180,39 +190,49 @@ void Engine::CheckStep(const StepInput& input) const {
       Refuse("token_offsets[" + std::to_string(row + 1) + "]: goes backwards");
   if (input.token_offsets.front() != 0 || static_cast<size_t>(input.token_offsets.back()) != input.token_ids.size())
     Refuse("token_offsets: must run from 0 to the number of token_ids, " + std::to_string(input.token_ids.size()));
+  if (input.deadline_us < 0) Refuse("deadline_us: expected >= 0, got " + std::to_string(input.deadline_us));
   if (input.token_budget < 0) Refuse("token_budget: expected >= 0, got " + std::to_string(input.token_budget));
   CheckTokens(input.token_ids, "token_ids", -1);
 }
 
-Engine::Request* Engine::FindRow(const StepInput& input, size_t row) {
-  auto found = requests_.find(input.handles[row]);
-  if (found == requests_.end() || found->second->num_output != input.positions[row]) return nullptr;
-  return found->second.get();
+std::vector<Engine::Request*> Engine::FindRows(const StepInput& input) {
+  std::vector<Request*> rows(input.handles.size());
+  for (size_t row = 0; row < rows.size(); ++row) {
+    auto found = requests_.find(input.handles[row]);
+    if (found == requests_.end()) continue;
+    Request& request = *found->second;
+    if (request.last_step == clock_)
+      Refuse("handles[" + std::to_string(row) + "]: " + std::to_string(input.handles[row]) + " occurs twice");
+    request.last_step = clock_;
+    if (request.num_output == input.positions[row]) rows[row] = &request;
+  }
+  return rows;
 }
 
 StepOutput Engine::Step(const StepInput& input) {
+  auto deadline = Clock::now() + std::chrono::microseconds(std::min(input.deadline_us, kMaxDeadlineUs));
   CheckStep(input);
   size_t num_rows = input.handles.size();
   StepOutput output;
   output.draft_lengths.resize(num_rows);
   output.redundancy.resize(num_rows);
-  std::vector<Request*> rows(num_rows);
   std::vector<int32_t> lengths(num_rows);
 
   std::lock_guard lock(mutex_);
   ++clock_;
+  std::vector<Request*> rows = FindRows(input);
   for (size_t begin = 0; begin < num_rows; begin += kGroupSize) {
     size_t end = std::min(begin + kGroupSize, num_rows);
-    for (size_t row = begin; row < end; ++row) {
-      rows[row] = FindRow(input, row);
-      if (rows[row] == nullptr) output.resync_handles.push_back(input.handles[row]);
-    }
     PrefetchPublish(std::span(rows).subspan(begin, end - begin));
-    for (size_t row = begin; row < end; ++row)
-      if (rows[row] != nullptr) TakeIn(input, row, *rows[row]);
+    for (size_t row = begin; row < end; ++row) {
+      if (rows[row] != nullptr)
+        TakeIn(input, row, *rows[row]);
+      else
+        output.resync_handles.push_back(input.handles[row]);
+    }
   }
   ForgetOldest();
-  if (input.token_budget > 0) DraftRows(input, rows);
+  if (input.token_budget > 0) DraftRows(input, rows, deadline);
 
   for (size_t row = 0; row < num_rows; ++row) {
     if (rows[row] == nullptr) continue;
@@ -271,7 +291,7 @@ void Engine::Ingest(Request& request, std::span<const Token> tokens) {
   for (Token token : tokens) {
     request.CompareShadow(token);
     Label label = request.tracker.label();
-    request.AppendText(token, label, options_.is_strict);
+    request.AppendText(token, label, options_.is_strict, request.output.back() == kBlockStart);
     request.output.Push(token);
     request.output_label.push_back(label);
     if (request.tracker.Advance(vocabulary_, grammar_, labels_, token)) {
@@ -288,9 +308,11 @@ void Engine::Publish(Request& request, size_t end) {
   if (first >= end || !request.history || !request.options.is_recorded) return;
   History& history = *request.history;
   size_t bytes_before = history.MemoryBytes();
-  for (size_t i = first; i < end; ++i)
+  for (size_t i = first; i < end; ++i) {
     history.Append(request.chain, request.output[i], request.output.Context(i, options_.is_strict),
                    request.output_label[i], request.writer, request.workflow);
+    if (history.CurrentBytes() > options_.history_bytes / 2) history.Rotate();  // of a huge text the end stays
+  }
   request.num_published = static_cast<int64_t>(end);
   history.last_used = clock_;
   RotateIfFull(history);
@@ -305,13 +327,13 @@ void Engine::ForgetOldest() {
   while (history_bytes_ > options_.history_bytes && !histories_.empty()) {
     auto oldest = histories_.end();
     for (auto it = histories_.begin(); it != histories_.end(); ++it) {
-      bool can_shrink = it->second->num_tokens() > 0 || it->second.use_count() == 1;
+      bool can_shrink = !it->second->is_empty() || it->second.use_count() == 1;
       if (can_shrink && (oldest == histories_.end() || it->second->last_used < oldest->second->last_used)) oldest = it;
     }
     if (oldest == histories_.end()) return;  // open requests hold all that is left, and it is empty
     History& history = *oldest->second;
     history_bytes_ -= history.MemoryBytes();
-    if (history.num_tokens() == 0) {
+    if (history.is_empty()) {
       histories_.erase(oldest);
     } else {
       history.Rotate();
@@ -320,10 +342,9 @@ void Engine::ForgetOldest() {
   }
 }
 
-void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows) {
-  auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(input.deadline_us);
+void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline) {
   for (size_t row = 0; row < rows.size();) {
-    if (input.deadline_us > 0 && row > 0 && std::chrono::steady_clock::now() > deadline) return;
+    if (input.deadline_us > 0 && row > 0 && Clock::now() > deadline) return;
     Group group;
     std::array<int, kGroupSize> room;
     for (; row < rows.size() && group.num_members < kGroupSize; ++row) {
@@ -375,12 +396,13 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
   auto found = requests_.find(handle);
   if (found == requests_.end()) return;
   Request& request = *found->second;
+  // Tokens before the tail are missing, as after a resync that no step followed.
+  if (true_length > request.num_output + static_cast<int64_t>(tail.size())) tail = {};
   if (!tail.empty()) {
     // The last step's verdict: what of the last draft the output went along with.
     auto draft = std::span(request.draft.tokens).first(static_cast<size_t>(request.draft.length));
     auto num_accepted = std::mismatch(draft.begin(), draft.end(), tail.begin(), tail.end()).first - draft.begin();
     request.stats->Count(request.draft.length, num_accepted, tail.size());
-    Publish(request, request.output.size());
     Ingest(request, tail);
   }
   // What was handed over past the true length is dropped: it was provisional, so it has not been published yet.
@@ -407,6 +429,8 @@ std::string Engine::Export(const std::string& history_namespace) const {
   std::vector<std::shared_ptr<History>> histories;
   for (const auto& [key, history] : histories_)
     if (IsWithin(history->history_namespace, history_namespace)) histories.push_back(history);
+  auto key = [](const auto& history) { return std::tie(history->history_namespace, history->stage); };
+  std::sort(histories.begin(), histories.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); });
   for (const auto& history : histories) {
     auto generations = history->Generations();
     writer.BeginHistory(history->history_namespace, history->stage);
@@ -440,6 +464,7 @@ size_t Engine::Import(std::string_view archive) {
     for (const auto& text : archived.texts) {
       std::lock_guard lock(mutex_);  // of one text, so that steps go on between two
       auto history = FindHistory(archived.history_namespace, archived.stage);
+      if (!history) continue;
       AppendArchived(*history, text);
       num_tokens += text.tokens.size();
       history.reset();
@@ -487,7 +512,7 @@ size_t Engine::DeleteNamespace(const std::string& history_namespace) {
 
 size_t Engine::ForgetUnused(double max_age_s) {
   std::lock_guard lock(mutex_);
-  auto now = std::chrono::steady_clock::now();
+  auto now = Clock::now();
   size_t num_tokens = 0;
   std::erase_if(histories_, [&](const auto& entry) {
     const History& history = *entry.second;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -117,6 +118,7 @@ class Engine {
   void CheckIntegrity() const;
 
  private:
+  using Clock = std::chrono::steady_clock;
   struct Request;
   struct Group;  // requests whose queries are looked up together
 
@@ -128,14 +130,15 @@ class Engine {
   void RotateIfFull(History& history) const;
   std::shared_ptr<Calibration> FindCalibration(const RequestOptions& options);
   BlockStats* FindStats(const Request& request);
-  // The request of a row, if the engine knows it at the row's position.
-  Request* FindRow(const StepInput& input, size_t row);
+  // The request of each row; nullptr where the engine does not know it at the row's position.
+  // Throws std::invalid_argument, nothing changed: a handle occurs twice.
+  std::vector<Request*> FindRows(const StepInput& input);
   void TakeIn(const StepInput& input, size_t row, Request& request);
   void PrefetchPublish(std::span<Request* const> rows) const;
   void Ingest(Request& request, std::span<const Token> tokens);
   // Files the first `end` tokens of the request's output; they can't be taken back.
   void Publish(Request& request, size_t end);
-  void DraftRows(const StepInput& input, std::span<Request* const> rows);
+  void DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline);
   void AddQueries(Request& request, Group& group);
   void ForgetOldest();
 

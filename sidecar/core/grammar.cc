@@ -29,10 +29,11 @@ Grammar::Grammar(std::vector<BlockRule> rules) : rules_(std::move(rules)) {
     end_states.push_back(AddMarker(rule.end));
     uint64_t allowed = 0;
     for (const auto& parent : rule.parents) {
-      int index = parent == "text" ? kTopLevel : Find(parent);
-      if (index == kNoRule)
+      if (parent == "text") allowed |= 1;
+      for (size_t index = 0; index < rules_.size(); ++index)
+        if (rules_[index].name == parent) allowed |= uint64_t{2} << index;
+      if (parent != "text" && Find(parent) == kNoRule)
         throw std::invalid_argument("grammar: rule '" + rule.name + "' has the unknown parent '" + parent + "'");
-      allowed |= uint64_t{1} << (index + 1);
     }
     allowed_in_.push_back(allowed);
   }

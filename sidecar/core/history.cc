@@ -15,7 +15,7 @@ void History::Append(Chain& chain, Token token, const ContextHashes& hashes, Lab
 }
 
 void History::Rotate() {
-  previous_ = std::move(current_);
+  previous_ = current_->is_empty() ? nullptr : std::move(current_);
   current_ = std::make_shared<ContextIndex>(is_strict_);
   ++generation_;
 }

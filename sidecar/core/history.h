@@ -42,6 +42,7 @@ class History {
   size_t CurrentBytes() const { return current_->MemoryBytes(); }
   size_t MemoryBytes() const { return sizeof(*this) + CurrentBytes() + (previous_ ? previous_->MemoryBytes() : 0); }
   size_t num_tokens() const { return current_->num_tokens() + (previous_ ? previous_->num_tokens() : 0); }
+  bool is_empty() const { return current_->is_empty() && !previous_; }
   void CheckIntegrity() const;
 
   const std::string history_namespace;

@@ -15,14 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentspec.sidecar import _core
+from agentspec.sidecar._core import ArchiveError
 
 if TYPE_CHECKING:
     from agentspec.sidecar.grammars import Grammar
     from agentspec.sidecar.tags import Tags
 
+__all__ = [
+    "ArchiveError",
+    "BlockStats",
+    "Engine",
+    "FinishReason",
+    "Sampling",
+    "StepDrafts",
+    "StepRequest",
+    "TokenIds",
+    "allocate_by_redundancy",
+]
+
 TokenIds = NDArray[np.int32]
 
 MAX_SPECULATIVE_TOKENS = 64
+GREEDY_TEMPERATURE = 1e-5  # below it vLLM takes the most probable token
 
 
 class FinishReason(enum.IntEnum):
@@ -146,9 +160,14 @@ def allocate_by_redundancy(
     Raises:
         ValueError: a score is outside [0, 1] or NaN, a length or the budget is negative, the lengths differ.
 
-    Source: AgentSpec (arXiv 2608.24004), redundancy-aware budget allocation; rounding and redistribution are ours, D-005.
+    Source: AgentSpec (arXiv 2608.24004), redundancy-aware budget allocation; rounding and redistribution: D-009.
     """
     return _core.allocate_by_redundancy(scores, lengths, token_budget)
+
+
+def _narrow(namespace: str, tag: str) -> str:
+    """Append the tag's namespace, so written that no choice of it equals another part of a namespace."""
+    return f"{namespace}/tag-{tag.replace('%', '%25').replace('/', '%2F')}" if tag else namespace
 
 
 class Engine:
@@ -207,13 +226,14 @@ class Engine:
         self._core.open(
             handle,
             tokens,
-            f"{namespace}/{tags.namespace}" if tags.namespace else namespace,
+            _narrow(namespace, tags.namespace),
             tags.workflow_id,
             tags.stage,
             block,
             tags.max_draft_tokens if tags.speculate else 0,
             tags.history == "rw",
             tags.history != "off",
+            sampling.temperature < GREEDY_TEMPERATURE,
         )
 
     def step(self, request: StepRequest, *, deadline_us: int = 0) -> StepDrafts:
@@ -262,6 +282,29 @@ class Engine:
             ValueError: a token id of the tail is outside the vocabulary, or `true_length` is negative.
         """
         self._core.close(handle, int(reason), true_length, tail)
+
+    def export_histories(self, namespace: str) -> bytes:
+        """Return all histories of a namespace and of those within it, as one checked archive; steps go on meanwhile."""
+        return self._core.export_histories(namespace)
+
+    def import_histories(self, archive: bytes) -> int:
+        """Add the histories of an archive and return the number of their tokens.
+
+        Raises:
+            ArchiveError: another version or vocabulary, or the bytes were cut or changed; nothing has changed.
+        """
+        return self._core.import_histories(archive)
+
+    def delete_namespace(self, namespace: str) -> int:
+        """Forget all text of a namespace and of those within it, for good; return the number of tokens.
+
+        What its open requests go on to write is not stored either.
+        """
+        return self._core.delete_namespace(namespace)
+
+    def forget_unused(self, max_age_s: float) -> int:
+        """Forget histories that no request has used for so many seconds; return the number of tokens."""
+        return self._core.forget_unused(max_age_s)
 
     def block_path(self, handle: int) -> str:
         """Block path of the next output token of an open request, outermost first, such as ``tool_call/code``.

@@ -20,7 +20,7 @@ class TagsError(ValueError):
 
 
 def _at_most_256_bytes(value: str) -> str:
-    if len(value.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+    if len(value.encode()) > MAX_NAME_BYTES:
         raise ValueError(f"longer than {MAX_NAME_BYTES} bytes")
     return value
 

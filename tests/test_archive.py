@@ -1,0 +1,113 @@
+"""Saved histories: what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from tests.reference import Row, drafts_by_row, step_request, token_ids
+
+from agentspec.sidecar.engine import ArchiveError, Engine, FinishReason, Sampling, TokenIds
+from agentspec.sidecar.grammars import CHAT
+from agentspec.sidecar.tags import Tags
+
+VOCABULARY = [bytes([byte]) for byte in range(256)]
+
+
+def text(words: str) -> TokenIds:
+    return token_ids(*words.encode())
+
+
+def write(engine: Engine, handle: int, words: str, *, namespace: str = "n", stage: str = "s") -> None:
+    engine.open(handle, text("prompt"), Tags(stage=stage), Sampling(), namespace=namespace)
+    engine.close(handle, FinishReason.STOP, len(words), text(words))
+
+
+def draft_after(engine: Engine, words: str, *, namespace: str = "n", stage: str = "s") -> bytes:
+    engine.open(99, text("!"), Tags(stage=stage), Sampling(), namespace=namespace)
+    drafts = engine.step(step_request([Row(99, 0, list(words.encode()), 16)]))
+    engine.close(99, FinishReason.ERROR, 0, token_ids())
+    return bytes(drafts_by_row(drafts)[0])
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(VOCABULARY, CHAT)
+
+
+@pytest.fixture
+def archive(engine: Engine) -> bytes:
+    write(engine, 1, "the plan is <think>to search</think> and then to write")
+    write(engine, 2, "other tenant", namespace="n/tag-b")
+    write(engine, 3, "unrelated", namespace="nn")
+    return engine.export_histories("n")
+
+
+def test_an_imported_history_drafts_like_its_source(engine: Engine, archive: bytes) -> None:
+    copy = Engine(VOCABULARY, CHAT)
+    copy.import_histories(archive)
+    copy.check_integrity()
+
+    assert draft_after(copy, "the plan") == draft_after(engine, "the plan") != b""
+
+
+def test_an_archive_holds_a_namespace_and_those_within_it_only(archive: bytes) -> None:
+    copy = Engine(VOCABULARY, CHAT)
+    copy.import_histories(archive)
+
+    assert draft_after(copy, "other ", namespace="n/tag-b").startswith(b"tenant")
+    assert draft_after(copy, "unrel", namespace="nn") == b""
+
+
+def test_export_of_an_import_is_the_same_archive(archive: bytes) -> None:
+    copy = Engine(VOCABULARY, CHAT)
+    copy.import_histories(archive)
+
+    assert copy.export_histories("n") == archive
+
+
+@pytest.mark.parametrize("place", range(4, 120, 7))
+def test_a_flipped_bit_is_refused_and_changes_nothing(archive: bytes, place: int) -> None:
+    copy = Engine(VOCABULARY, CHAT)
+    broken = bytearray(archive)
+    broken[place] ^= 4
+
+    with pytest.raises(ArchiveError):
+        copy.import_histories(bytes(broken))
+
+    assert copy.num_history_tokens() == 0
+
+
+@pytest.mark.parametrize("length", [0, 3, 11, 40, -1])
+def test_a_cut_archive_is_refused_and_changes_nothing(archive: bytes, length: int) -> None:
+    copy = Engine(VOCABULARY, CHAT)
+
+    with pytest.raises(ArchiveError):
+        copy.import_histories(archive[:length])
+
+    assert copy.num_history_tokens() == 0
+
+
+def test_an_archive_of_another_vocabulary_is_refused(archive: bytes) -> None:
+    with pytest.raises(ArchiveError, match="another vocabulary"):
+        Engine(VOCABULARY[::-1], CHAT).import_histories(archive)
+
+
+def test_a_deleted_namespace_never_drafts_again(engine: Engine, archive: bytes) -> None:
+    engine.open(7, text("prompt"), Tags(stage="s"), Sampling(), namespace="n")
+    engine.delete_namespace("n")
+    engine.step(step_request([Row(7, 0, list(b"the plan is late"), 0)]))
+    engine.close(7, FinishReason.STOP, 16, token_ids())
+
+    assert draft_after(engine, "the plan") == b""
+    assert draft_after(engine, "other ", namespace="n/tag-b") == b""
+    assert draft_after(engine, "unrel", namespace="nn").startswith(b"ated")
+    engine.check_integrity()
+
+
+def test_unused_histories_are_forgotten_and_used_ones_stay(engine: Engine) -> None:
+    write(engine, 1, "forgotten")
+    engine.open(2, text("prompt"), Tags(stage="open"), Sampling(), namespace="n")
+
+    assert engine.forget_unused(3600) == 0
+    assert engine.forget_unused(0) == len("forgotten")
+    assert draft_after(engine, "forg") == b""
+    engine.check_integrity()

@@ -1,0 +1,534 @@
+"""What reaches the server when real graphs, agents and clients run: over a real socket, with the real libraries."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import SummarizationMiddleware
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.runnables import RunnableConfig
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.func import entrypoint, task
+from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.graph.state import CompiledStateGraph
+from langgraph.prebuilt import ToolNode
+from langgraph.pregel import Pregel
+from langgraph.types import Command, RetryPolicy, Send, interrupt
+from pydantic import BaseModel
+from tests.openai_server import Body, OpenAIServer, running_server
+from typing_extensions import TypedDict
+
+from agentspec.middleware import AgentSpecMiddleware, stage
+from agentspec.sidecar.tags import Tags
+
+Graph = CompiledStateGraph[Any, Any, Any, Any]
+
+
+class State(TypedDict, total=False):
+    q: str
+    out: Annotated[list[str], operator.add]
+
+
+class Plan(BaseModel):
+    """A plan."""
+
+    title: str
+    n: int
+
+
+@dataclass
+class App:
+    """A server, a model that asks it, and the middleware under test."""
+
+    server: OpenAIServer
+    llm: ChatOpenAI
+    spec: AgentSpecMiddleware
+    runner: asyncio.Runner
+
+    @property
+    def bodies(self) -> list[Body]:
+        return self.server.bodies
+
+    @property
+    def tags(self) -> list[Tags]:
+        return self.server.tags
+
+    @property
+    def stages(self) -> list[str]:
+        return [tags.stage for tags in self.tags]
+
+    def run(self, *nodes: tuple[str, Any]) -> None:
+        self.spec.wrap(chain_of(*nodes)).invoke({"q": "hi"})
+
+
+@pytest.fixture(scope="module")
+def module_app() -> Iterator[App]:
+    # One event loop for all: langchain-openai keeps its async HTTP client for the whole process.
+    with running_server() as server, asyncio.Runner() as runner:
+        yield App(server, model(server), AgentSpecMiddleware(workflow_id="wf"), runner)
+
+
+@pytest.fixture
+def app(module_app: App) -> App:
+    module_app.server.clear()
+    return module_app
+
+
+def model(server: OpenAIServer, **options: Any) -> ChatOpenAI:
+    return ChatOpenAI(model="m", base_url=server.url, api_key="x", **options)  # type: ignore[arg-type]  # SecretStr
+
+
+def chain_of(*nodes: tuple[str, Any], **compile_options: Any) -> Graph:
+    builder = StateGraph(State)
+    for name, node in nodes:
+        builder.add_node(name, node)
+    for previous, (name, _) in zip([START, *(name for name, _ in nodes)], nodes, strict=False):
+        builder.add_edge(previous, name)
+    return builder.compile(**compile_options)
+
+
+def asking(llm: ChatOpenAI) -> Any:
+    def node(state: State) -> State:
+        llm.invoke([SystemMessage("You help."), HumanMessage(state["q"])])
+        return {"out": ["done"]}
+
+    return node
+
+
+def asking_graph(app: App) -> Graph:
+    return chain_of(("a", asking(app.llm)))
+
+
+def asking_async(llm: ChatOpenAI) -> Any:
+    async def node(state: State) -> State:
+        await llm.ainvoke(state["q"])
+        return {"out": ["done"]}
+
+    return node
+
+
+# --- plain graphs
+
+
+def test_three_nodes_are_three_stages_of_one_query(app: App) -> None:
+    app.run(*((name, asking(app.llm)) for name in ("plan", "act", "check")))
+
+    assert app.stages == ["plan", "act", "check"]
+    assert {tags.workflow_id for tags in app.tags} == {"wf"}
+    assert {tags.agent_id for tags in app.tags} == {"wf"}
+    assert len({tags.query_id for tags in app.tags}) == 1
+    assert len({tags.call_id for tags in app.tags} | {tags.task_id for tags in app.tags}) == 6
+
+
+def test_the_graph_itself_stays_untagged(app: App) -> None:
+    graph = asking_graph(app)
+    app.spec.wrap(graph)
+    graph.invoke({"q": "hi"})
+    app.llm.invoke("outside")
+
+    assert ["vllm_xargs" in body for body in app.bodies] == [False, False]
+
+
+def test_a_wrapped_graph_is_still_what_it_was(app: App) -> None:
+    graph = asking_graph(app)
+    wrapped = app.spec.wrap(graph)
+
+    assert isinstance(wrapped, CompiledStateGraph)
+    assert type(wrapped).__name__ == "CompiledStateGraph"
+    assert wrapped.get_graph().draw_mermaid() == graph.get_graph().draw_mermaid()
+    assert wrapped.get_input_jsonschema() == graph.get_input_jsonschema()
+
+
+def test_copies_of_a_wrapped_graph_tag_too(app: App) -> None:
+    wrapped = app.spec.wrap(asking_graph(app))
+    copy = wrapped.with_config(tags=["t"]).copy({"checkpointer": InMemorySaver()})
+    copy.invoke({"q": "hi"}, {"configurable": {"thread_id": "thread-1"}})
+
+    assert [(tags.stage, tags.thread_id) for tags in app.tags] == [("a", "thread-1")]
+
+
+def test_without_a_workflow_id_the_graphs_name_counts(app: App) -> None:
+    for graph in (chain_of(("a", asking(app.llm)), name="triage"), asking_graph(app)):
+        AgentSpecMiddleware().wrap(graph).invoke({"q": "hi"})
+
+    assert [(tags.workflow_id, tags.agent_id) for tags in app.tags] == [("triage",) * 2, ("langgraph",) * 2]
+
+
+def test_loops_count_iterations(app: App) -> None:
+    builder = StateGraph(State)
+    builder.add_node("write", asking(app.llm))
+    builder.add_node("review", asking(app.llm))
+    builder.add_edge(START, "write")
+    builder.add_conditional_edges("write", lambda state: "review" if len(state["out"]) < 4 else END)
+    builder.add_edge("review", "write")
+    app.spec.wrap(builder.compile()).invoke({"q": "hi"})
+
+    assert [(tags.stage, tags.iteration, tags.visit) for tags in app.tags] == [
+        ("write", 1, 1),
+        ("review", 1, 1),
+        ("write", 2, 2),
+        ("review", 2, 2),
+        ("write", 3, 3),
+    ]
+
+
+def test_calls_of_one_node_are_counted_and_can_be_named(app: App) -> None:
+    def node(state: State) -> State:
+        app.llm.invoke("draft")
+        app.llm.invoke("draft again")
+        with stage("critique"):
+            app.llm.invoke("critique")
+        app.llm.invoke("verdict", config={"metadata": {"agentspec_stage": "verdict"}})
+        return {}
+
+    app.run(("write", node))
+
+    assert [(tags.stage, tags.call_index) for tags in app.tags] == [
+        ("write", 1),
+        ("write", 2),
+        ("critique", 1),
+        ("verdict", 1),
+    ]
+    assert len({tags.task_id for tags in app.tags}) == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_send_fan_out_is_one_stage_with_branches(app: App, is_async: bool) -> None:
+    builder = StateGraph(State)
+    builder.add_node("split", lambda _: {})
+    builder.add_node("worker", asking_async(app.llm) if is_async else asking(app.llm))
+    builder.add_edge(START, "split")
+    builder.add_conditional_edges("split", lambda _: [Send("worker", {"q": f"part {i}"}) for i in range(8)], ["worker"])
+    graph = app.spec.wrap(builder.compile())
+    if is_async:
+        app.runner.run(graph.ainvoke({"q": "hi"}))
+    else:
+        graph.invoke({"q": "hi"})
+
+    assert {(tags.stage, tags.iteration) for tags in app.tags} == {("worker", 1)}
+    parts = {body["messages"][-1]["content"]: tags.branch for body, tags in zip(app.bodies, app.tags, strict=True)}
+    assert parts == {f"part {branch}": branch for branch in range(8)}
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+def test_a_subgraphs_stages_are_below_its_node(app: App, is_called: bool) -> None:
+    inner = chain_of(("draft", asking(app.llm)), ("revise", asking(app.llm)))
+    app.run(("writer", (lambda state: inner.invoke({"q": state["q"]})) if is_called else inner))
+
+    assert [(tags.stage, tags.agent_id) for tags in app.tags] == [
+        ("writer/draft", "wf/writer"),
+        ("writer/revise", "wf/writer"),
+    ]
+    assert len({tags.query_id for tags in app.tags}) == 1
+
+
+def test_two_runs_of_a_subgraph_in_one_node_count_their_iterations_apart(app: App) -> None:
+    inner = chain_of(("draft", asking(app.llm)))
+    app.run(("writer", lambda state: [inner.invoke({"q": state["q"]}) for _ in range(2)] and {}))
+
+    assert [(tags.stage, tags.iteration, tags.visit) for tags in app.tags] == [
+        ("writer/draft", 1, 1),
+        ("writer/draft", 1, 2),
+    ]
+
+
+def test_of_nested_wraps_the_outer_counts(app: App) -> None:
+    inner = AgentSpecMiddleware(workflow_id="inner").wrap(chain_of(("draft", asking(app.llm))))
+    AgentSpecMiddleware(workflow_id="outer").wrap(chain_of(("writer", inner))).invoke({"q": "hi"})
+
+    assert [(tags.workflow_id, tags.stage) for tags in app.tags] == [("outer", "writer/draft")]
+
+
+def test_wrapping_twice_the_outer_counts(app: App) -> None:
+    twice = AgentSpecMiddleware(workflow_id="outer").wrap(app.spec.wrap(asking_graph(app)))
+    twice.invoke({"q": "hi"})
+
+    assert [tags.workflow_id for tags in app.tags] == ["outer"]
+
+
+def test_functional_api_is_tagged(app: App) -> None:
+    @task
+    def section(number: int) -> str:
+        return str(app.llm.invoke(f"section {number}").content)
+
+    @entrypoint()
+    def essay(topic: str) -> list[str]:
+        app.llm.invoke(topic)
+        return [future.result() for future in [section(1), section(2)]]
+
+    app.spec.wrap(essay).invoke("cats")
+
+    assert sorted(app.stages) == ["essay", "essay/section", "essay/section"]
+
+
+def test_a_resumed_run_keeps_its_query_and_a_new_one_does_not(app: App) -> None:
+    ask_human = ("human", lambda _: {"out": [interrupt("ok?")]})
+    graph = app.spec.wrap(
+        chain_of(("a", asking(app.llm)), ask_human, ("b", asking(app.llm)), checkpointer=InMemorySaver())
+    )
+    config: RunnableConfig = {"configurable": {"thread_id": "t"}}
+    graph.invoke({"q": "hi"}, config)
+    graph.invoke(Command(resume="yes"), config)
+    graph.invoke({"q": "next"}, config)
+
+    asked, resumed, renewed = (tags.query_id for tags in app.tags)
+    assert asked == resumed
+    assert renewed != asked
+
+
+def test_retries_of_a_node_and_of_the_client_are_the_same_task(app: App) -> None:
+    policy = RetryPolicy(initial_interval=0.01, retry_on=Exception)
+    builder = StateGraph(State)
+    builder.add_node("a", asking(model(app.server, max_retries=0)), retry_policy=policy)
+    builder.add_edge(START, "a")
+    app.server.num_failures_left = 1
+    app.spec.wrap(builder.compile()).invoke({"q": "hi"})
+    first, second = app.tags
+
+    assert (first.task_id, first.iteration) == (second.task_id, second.iteration)
+    assert (first.call_index, second.call_index) == (1, 2)
+
+
+# --- agents and tools
+
+
+@tool
+def lookup(x: str) -> str:
+    """Look something up."""
+    return "found " + x
+
+
+def test_an_agent_loop_is_tagged(app: App) -> None:
+    agent = app.spec.wrap(create_agent(app.llm, [lookup], system_prompt="Be terse.", name="helper"))
+    agent.invoke({"messages": [HumanMessage("hi")]})
+
+    assert [(tags.stage, tags.iteration, tags.agent_id) for tags in app.tags] == [
+        ("model", 1, "helper"),
+        ("model", 2, "helper"),
+    ]
+    assert [tags.tools for tags in app.tags] == [["lookup"]] * 2
+    assert len({tags.toolset for tags in app.tags}) == len({tags.prompt_version for tags in app.tags}) == 1
+
+
+def test_an_llm_call_inside_a_tool_is_named_after_the_tool(app: App) -> None:
+    def tool_asking(name: str) -> Any:
+        @tool(name)
+        def ask(x: str) -> str:
+            """Ask the model."""
+            return str(app.llm.invoke(f"{name} {x}").content)
+
+        return ask
+
+    calls = [{"name": name, "args": {"x": "q"}, "id": f"{name}-{i}"} for i in range(3) for name in ("one", "two")]
+    builder = StateGraph(MessagesState)
+    builder.add_node("choose", lambda _: {"messages": [AIMessage("", tool_calls=calls)]})
+    builder.add_node("tools", ToolNode([tool_asking("one"), tool_asking("two")]))
+    builder.add_edge(START, "choose")
+    builder.add_edge("choose", "tools")
+    app.spec.wrap(builder.compile()).invoke({"messages": [HumanMessage("hi")]})
+
+    pairs = zip(app.bodies, app.tags, strict=True)
+    assert sorted((body["messages"][0]["content"].split()[0], tags.stage) for body, tags in pairs) == [
+        *[("one", "tools/tool:one")] * 3,
+        *[("two", "tools/tool:two")] * 3,
+    ]
+
+
+def test_calls_of_built_in_middlewares_are_stages_of_their_own(app: App) -> None:
+    summary = SummarizationMiddleware(model=app.llm, trigger=("messages", 3), keep=("messages", 1))
+    agent = app.spec.wrap(create_agent(app.llm, [], middleware=[summary]))
+    agent.invoke(
+        {"messages": [HumanMessage("a"), AIMessage("b"), HumanMessage("c"), AIMessage("d"), HumanMessage("e")]}
+    )
+
+    assert app.stages == ["SummarizationMiddleware.before_model/@summarization", "model"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_as_agent_middleware_the_model_calls_are_tagged(app: App, is_async: bool) -> None:
+    spec = AgentSpecMiddleware(workflow_id="wf", agent_id="helper")
+    agent = create_agent(app.llm, [lookup], system_prompt="Be terse.", middleware=[spec])
+    inputs: Any = {"messages": [HumanMessage("hi", id="question-1")]}
+    if is_async:
+        app.runner.run(agent.ainvoke(inputs))
+    else:
+        agent.invoke(inputs)
+
+    assert [(tags.stage, tags.iteration, tags.agent_id, tags.query_id) for tags in app.tags] == [
+        ("model", 1, "helper", "question-1"),
+        ("model", 2, "helper", "question-1"),
+    ]
+
+
+def test_an_agents_own_middleware_gives_its_role_inside_a_wrapped_graph(app: App) -> None:
+    agent = create_agent(app.llm, [], middleware=[AgentSpecMiddleware(workflow_id="inner", agent_id="researcher")])
+    graph = chain_of(("research", lambda state: agent.invoke({"messages": [HumanMessage(state["q"])]}) and {}))
+    AgentSpecMiddleware(workflow_id="outer").wrap(graph).invoke({"q": "hi"})
+
+    assert [(tags.workflow_id, tags.agent_id, tags.stage) for tags in app.tags] == [
+        ("outer", "researcher", "research/model")
+    ]
+
+
+def test_the_request_that_an_agent_middleware_sees_is_not_touched(app: App) -> None:
+    create_agent(app.llm, [lookup]).invoke({"messages": [HumanMessage("hi")]})
+    create_agent(app.llm, [lookup], middleware=[AgentSpecMiddleware()]).invoke({"messages": [HumanMessage("hi")]})
+    plain, tagged = app.bodies[0], app.bodies[2]
+
+    assert {key: value for key, value in tagged.items() if key != "vllm_xargs"} == plain
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output_starts_in_its_block(app: App, method: Any) -> None:
+    planner = app.llm.with_structured_output(Plan, method=method)
+    results: list[Any] = []
+
+    def node(state: State) -> State:
+        results.append(planner.invoke(state["q"]))
+        return {}
+
+    app.run(("plan", node))
+
+    assert results == [Plan(title="x", n=1)]
+    assert [tags.block for tags in app.tags] == ["tool_call/Plan"]
+    assert app.tags[0].schema_id.startswith("Plan:")
+
+
+# --- streaming
+
+
+def test_streaming_is_tagged(app: App) -> None:
+    async def streaming(state: State) -> State:
+        return {"out": [str(chunk.content) async for chunk in app.llm.astream(state["q"])]}
+
+    graph = app.spec.wrap(chain_of(("first", streaming), ("second", asking_async(app.llm))))
+
+    async def stream() -> tuple[list[Any], list[Any]]:
+        chunks = [chunk async for chunk in graph.astream({"q": "hi"}, stream_mode=["messages", "updates"])]
+        return chunks, [event async for event in graph.astream_events({"q": "hi"}, version="v2")]
+
+    chunks, events = app.runner.run(stream())
+
+    assert {kind for kind, _ in chunks} == {"messages", "updates"}
+    assert "on_chat_model_stream" in {event["event"] for event in events}
+    assert [body["stream"] for body in app.bodies] == [True] * 4
+    assert app.stages == ["first", "second"] * 2
+    assert len({tags.query_id for tags in app.tags}) == 2
+
+
+def test_sync_streaming_is_tagged(app: App) -> None:
+    chunks = list(app.spec.wrap(asking_graph(app)).stream({"q": "hi"}, stream_mode="messages"))
+
+    assert chunks
+    assert app.stages == ["a"]
+
+
+# --- many at once
+
+
+def test_fifty_concurrent_async_runs_do_not_mix(app: App) -> None:
+    graph = app.spec.wrap(chain_of(("a", asking_async(app.llm)), ("b", asking_async(app.llm))))
+    configs: list[RunnableConfig] = [{"metadata": {"query_id": f"q{i}"}, "max_concurrency": 25} for i in range(50)]
+    app.runner.run(graph.abatch([{"q": f"q{i}"} for i in range(50)], configs))
+
+    asked = [body["messages"][-1]["content"] for body in app.bodies]
+    assert [tags.query_id for tags in app.tags] == asked
+    assert sorted(app.stages) == ["a"] * 50 + ["b"] * 50
+    assert len({tags.call_id for tags in app.tags if tags.call_id}) == 100
+    assert len({tags.batch_id for tags in app.tags if tags.batch_id}) == 1
+    assert {tags.iteration for tags in app.tags} == {1}
+
+
+def test_fifty_threaded_runs_do_not_mix(app: App) -> None:
+    graph = app.spec.wrap(asking_graph(app))
+    graph.batch([{"q": f"q{i}"} for i in range(50)], [{"metadata": {"query_id": f"q{i}"}} for i in range(50)])
+    graph.invoke({"q": "alone"})
+
+    asked = [body["messages"][-1]["content"] for body in app.bodies]
+    assert [tags.query_id for tags in app.tags[:50]] == asked[:50]
+    assert len({tags.batch_id for tags in app.tags[:50] if tags.batch_id}) == 1
+    assert not app.tags[50].batch_id
+
+
+def test_a_batch_of_model_calls_in_one_node_is_tagged(app: App) -> None:
+    app.run(("a", lambda _: app.llm.batch(["1", "2", "3", "4"]) and {}))
+
+    assert app.stages == ["a"] * 4
+    assert sorted(tags.call_index for tags in app.tags) == [1, 2, 3, 4]
+    assert len({tags.call_id for tags in app.tags}) == 4
+
+
+def test_a_bare_thread_is_tagged_when_it_is_given_the_config(app: App) -> None:
+    def node(state: State, config: RunnableConfig) -> State:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(app.llm.invoke, "hi", config).result()
+        return {}
+
+    app.run(("a", node))
+
+    assert app.stages == ["a"]
+
+
+# --- the user's own callbacks
+
+
+class Listener(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.num_runs = self.num_model_calls = 0
+
+    def on_chain_start(self, serialized: dict[str, Any], inputs: Any, **kwargs: Any) -> None:
+        self.num_runs += kwargs["parent_run_id"] is None
+
+    def on_chat_model_start(self, serialized: dict[str, Any], messages: list[list[BaseMessage]], **kwargs: Any) -> None:
+        self.num_model_calls += 1
+
+
+@pytest.mark.parametrize("where", ["call", "bound", "parent"])
+def test_the_users_callbacks_hear_each_call_once(app: App, where: str) -> None:
+    listener = Listener()
+    graph: Pregel[Any, Any, Any, Any] = app.spec.wrap(asking_graph(app))
+    config: RunnableConfig = {"callbacks": [listener]}
+    if where == "bound":
+        graph = graph.with_config(config)
+    if where == "parent":
+        inner = graph
+        graph = chain_of(("parent", lambda state: inner.invoke({"q": state["q"]}) and {}))
+    graph.invoke({"q": "hi"}, None if where == "bound" else config)
+
+    assert (listener.num_runs, listener.num_model_calls) == (1, 1)
+    assert len(app.tags) == 1
+    assert app.tags[0].workflow_id == "wf"
+
+
+def test_names_in_any_script_arrive(app: App) -> None:
+    AgentSpecMiddleware(workflow_id="代码审查").wrap(chain_of(("规划", asking(app.llm)))).invoke({"q": "hi"})
+
+    assert [(tags.workflow_id, tags.stage) for tags in app.tags] == [("代码审查", "规划")]
+    assert app.bodies[0]["vllm_xargs"]["agentspec"].isascii()
+
+
+# --- bad input
+
+
+def test_a_builder_is_refused_with_a_hint_to_compile(app: App) -> None:
+    builder: Any = StateGraph(State)
+
+    with pytest.raises(TypeError, match=r"got StateGraph; call \.compile\(\) on it first"):
+        app.spec.wrap(builder)
+
+
+def test_something_else_is_refused(app: App) -> None:
+    anything: Any = app.llm
+
+    with pytest.raises(TypeError, match=r"expects a compiled graph .* got ChatOpenAI$"):
+        app.spec.wrap(anything)

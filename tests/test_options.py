@@ -1,0 +1,85 @@
+"""The configuration table: sources, precedence and bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentspec.sidecar.options import Options, OptionsError, read_options
+
+
+def test_defaults_are_those_of_the_table() -> None:
+    options = read_options({}, {})
+
+    assert options == Options()
+    assert (options.namespace, options.num_speculative_tokens, options.policy) == ("default", 16, "redundancy")
+    assert (options.deadline_ms, options.history_bytes, options.metrics_port) == (None, 1 << 30, 9464)
+
+
+def test_variable_of_the_environment_is_read_as_text() -> None:
+    options = read_options(None, {"AGENTSPEC_NUM_SPECULATIVE_TOKENS": "8", "AGENTSPEC_POLICY": "off"})
+
+    assert (options.num_speculative_tokens, options.policy) == (8, "off")
+
+
+def test_mapping_wins_over_the_environment() -> None:
+    assert read_options({"policy": "redundancy"}, {"AGENTSPEC_POLICY": "off"}).policy == "redundancy"
+
+
+def test_variable_that_names_no_option_is_not_ours() -> None:
+    assert read_options({}, {"AGENTSPEC_CACHE": "/x", "AGENTSPEC_PURE": "1"}) == Options()
+
+
+def test_environment_is_the_default_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTSPEC_NAMESPACE", "team-a")
+
+    assert read_options().namespace == "team-a"
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("num_speculative_tokens", [1, 64]),
+        ("arithmetic_intensity", [1, 1 << 20]),
+        ("deadline_ms", [0.1, 10_000, None]),
+        ("history_bytes", [1 << 20]),
+        ("metrics_port", [0, 65535]),
+        ("namespace", ["a", "team-a.prod_1", "x" * 256]),
+        ("isolation", ["soft", "strict"]),
+    ],
+)
+def test_bounds_are_taken(name: str, good: list[Any]) -> None:
+    for value in good:
+        assert getattr(read_options({name: value}, {}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_speculative_tokens", 0),
+        ("num_speculative_tokens", 65),
+        ("num_speculative_tokens", "many"),
+        ("arithmetic_intensity", 0),
+        ("deadline_ms", 0),
+        ("deadline_ms", float("nan")),
+        ("deadline_ms", float("inf")),
+        ("history_bytes", 1),
+        ("metrics_port", 65536),
+        ("metrics_port", -1),
+        ("namespace", ""),
+        ("namespace", "a/b"),
+        ("namespace", "x" * 257),
+        ("policy", "goodput"),
+        ("isolation", "hard"),
+        ("colour", "red"),
+    ],
+)
+def test_value_out_of_bounds_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(OptionsError, match=f"agentspec option '{name}': "):
+        read_options({name: value}, {})
+
+
+def test_wrong_variable_of_the_environment_is_refused_by_name() -> None:
+    with pytest.raises(OptionsError, match="agentspec option 'metrics_port': .*got 'http'"):
+        read_options({}, {"AGENTSPEC_METRICS_PORT": "http"})
