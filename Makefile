@@ -1,0 +1,69 @@
+# Every target sets up what it needs: each may be the first thing typed in a fresh clone.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo check test test-slow bench proto clean setup-demo lint sanitizers
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PYTHON ?= python3
+
+CORE_SOURCES = $(wildcard sidecar/core/*.cc sidecar/core/*.h)
+PROTOS = $(wildcard proto/agentspec/draft/v1/*.proto)
+# Decides whether protobuf runtimes as old as 5.29 can load the generated code.
+GRPCIO_TOOLS = grpcio-tools==1.71.2
+
+help: ## print this list
+	@echo "Targets (PYTHON=<path> chooses the interpreter, now $(PYTHON)):"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make or repair .venv: vLLM, all extras, the compiled core
+	@.ci/setup dev
+
+setup-demo:
+	@.ci/setup demo
+
+demo: setup-demo ## serve a small model to 16 agents: plain, ngram and AgentSpec side by side (DEMO_MODEL=<hub id or folder>)
+	@python -m agentspec.benchmarks.demo
+
+check: setup lint ## lint, types, tests without vLLM; under a minute
+	python -m pytest -m "not vllm and not slow and not gpu"
+
+lint:
+	ruff check .
+	ruff format --check .
+	mypy
+	clang-format --dry-run --Werror $(CORE_SOURCES)
+
+# One thread: the engine's own threads would spin against the servers and clients that share the machine.
+test test-slow: export OMP_NUM_THREADS ?= 1
+test test-slow: export NUMBA_NUM_THREADS ?= 1
+test test-slow: export VLLM_CPU_KVCACHE_SPACE ?= 1
+test test-slow: export HF_HUB_OFFLINE ?= 1
+test test-slow: export VLLM_NO_USAGE_STATS ?= 1
+test test-slow: export DO_NOT_TRACK ?= 1
+
+test: setup ## all tests but the slow ones and those that need a GPU
+	python -m pytest -m "not slow and not gpu"
+
+test-slow: setup sanitizers ## soaks, long fuzzing, the core under ASan, UBSan and TSan
+	python -m pytest -m "slow and not gpu" || [ $$? -eq 5 ]
+
+sanitizers:
+	for build in asan:address,undefined tsan:thread; do \
+	  cmake -S sidecar/core -B build/$${build%:*} -G Ninja -DAGENTSPEC_TESTS=ON -DAGENTSPEC_SANITIZE=$${build#*:}; \
+	  cmake --build build/$${build%:*} --target core_test; \
+	  build/$${build%:*}/core_test; \
+	done
+
+bench: setup ## time and memory of the engine beside its peers; `agentspec-bench --help` lists more
+	agentspec-bench engine
+
+proto: setup ## generate the protobuf code that is committed
+	@if [ -z "$(PROTOS)" ]; then echo "proto: no .proto files"; exit; fi; \
+	python -m venv --clear --without-pip build/proto; \
+	python -m pip --python build/proto/bin/python install --quiet $(GRPCIO_TOOLS); \
+	build/proto/bin/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
+
+clean: ## remove what was built; .venv keeps the packages
+	rm -rf build .mypy_cache .ruff_cache .hypothesis .venv/setup-* .venv/bin/redis-server
