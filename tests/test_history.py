@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import product
 from random import Random
 
@@ -170,6 +171,41 @@ def test_a_handle_opened_again_under_another_key_is_another_request() -> None:
 
     client.engine.check_integrity()
     assert [[6, 7], [61, 62]] == [client.draft_after(5, stage="s")[:2], client.draft_after(60, stage="s")[:2]]
+
+
+def test_a_deleted_namespace_stays_deleted_when_its_requests_are_opened_again() -> None:
+    client = Client()
+    client.open(tenant="n", stage="s")
+    client.step(5, 6, 7)
+    client.step(8)
+    client.engine.delete_namespace("n")
+    client.open(tenant="n", stage="s")
+    client.step(5, 6, 7, START, 8)
+    client.step(9)
+    client.close()
+
+    assert (0, []) == (client.engine.num_history_tokens(), client.engine.stats())
+
+
+def test_a_history_is_in_use_as_long_as_a_request_writes_to_it() -> None:
+    client = Client()
+    client.open()
+    client.step(5, 6)
+    time.sleep(0.05)
+    client.close()
+
+    assert 0 == client.engine.forget_unused(0.04)
+
+
+@pytest.mark.parametrize("max_age_s", [-1.0, float("nan")])
+def test_an_age_that_is_none_is_refused(max_age_s: float) -> None:
+    client = Client()
+    client.write(5, 6)
+
+    with pytest.raises(ValueError, match="max_age_s"):
+        client.engine.forget_unused(max_age_s)
+
+    assert [6] == client.draft_after(5)
 
 
 def test_history_tokens_are_the_output_tokens_that_were_stored() -> None:

@@ -81,5 +81,5 @@ def test_value_out_of_bounds_is_refused_by_name(name: str, value: object) -> Non
 
 
 def test_wrong_variable_of_the_environment_is_refused_by_name() -> None:
-    with pytest.raises(OptionsError, match="agentspec option 'metrics_port': .*got 'http'"):
+    with pytest.raises(OptionsError, match=r"agentspec option 'metrics_port': .*got 'http'"):
         read_options({}, {"AGENTSPEC_METRICS_PORT": "http"})

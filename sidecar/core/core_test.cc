@@ -59,7 +59,7 @@ class Player {
       : engine_(engine), num_speculative_tokens_(num_speculative_tokens), random_(seed), next_handle_(first_handle) {}
 
   void Play() {
-    switch (random_.Below(8)) {
+    switch (random_.Below(9)) {
       case 0:
       case 1:
         return Open(next_handle_++);
@@ -69,6 +69,8 @@ class Player {
       case 3:
         if (int64_t handle = AnyHandle(); handle >= 0) Close(handle);
         return;
+      case 4:
+        return Archive();
       default:
         Step();
     }
@@ -123,6 +125,20 @@ class Player {
     int64_t budget = random_.OneOf({0, 5, 100000});
     StepInput input{handles, positions, offsets, tokens, drafted, accepted, room, budget, random_.OneOf({0, 0, 1})};
     CheckAnswer(input, engine_.Step(input));
+  }
+
+  void Archive() {
+    std::string history_namespace = random_.OneOf<const char*>({"n", "m"});
+    switch (random_.Below(6)) {
+      case 0:
+        engine_.DeleteNamespace(history_namespace);
+        return;
+      case 1:
+        engine_.ForgetUnused(random_.Below(2));
+        return;
+      case 2:
+        engine_.Import(engine_.Export(history_namespace));
+    }
   }
 
   void CheckAnswer(const StepInput& input, const StepOutput& output) {
@@ -202,34 +218,68 @@ void TestThreadsShareOneEngine() {
   CHECK(engine.NumOpenRequests() == 0);
 }
 
-void Append(History& history, const std::vector<Token>& text, uint32_t writer) {
-  History::Chain chain;
-  for (size_t i = 0; i < text.size(); ++i)
-    history.Append(chain, text[i], HashContext(text.data(), i, true, false), 0, writer, 0);
+// The checksum is made right again, so that the reader behind it is tested.
+void TestChangedArchivesAreRefusedOrTakenWhole() {
+  Engine engine(Joined(kPieces), Offsets(kPieces), Rules(), Options(1, 1 << 20));
+  Player player(engine, 4, 1, 0);
+  while (engine.NumHistoryTokens() < 200) player.Play();
+  const std::string archive = engine.Export("n");
+  for (uint32_t seed = 0; seed < 2000; ++seed) {
+    Random random(seed);
+    std::string changed = archive.substr(0, archive.size() - sizeof(uint64_t));
+    if (random.Below(3) == 0) changed.resize(static_cast<size_t>(random.Below(static_cast<int>(changed.size()))));
+    for (int i = random.Below(4); i > 0 && !changed.empty(); --i)
+      changed[static_cast<size_t>(random.Below(static_cast<int>(changed.size())))] =
+          static_cast<char>(random.Below(256));
+    uint64_t sum = Checksum(changed);
+    changed.append(reinterpret_cast<const char*>(&sum), sizeof(sum));
+    Engine copy(Joined(kPieces), Offsets(kPieces), Rules(), Options(seed, 1 << 20));
+    try {
+      copy.Import(changed);
+    } catch (const ArchiveError&) {
+      CHECK(copy.NumHistoryTokens() == 0);
+    }
+    copy.CheckIntegrity();
+  }
 }
 
-std::vector<Token> DraftAfter(const History& history, const std::vector<Token>& text) {
+HashedText Hashed(const std::vector<Token>& tokens) {
+  HashedText text;
+  for (Token token : tokens) text.Push(token);
+  return text;
+}
+
+void Append(History& history, const std::vector<Token>& tokens, size_t rotate_at = SIZE_MAX) {
+  History::Chain chain;
+  HashedText text = Hashed(tokens);
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    if (i == rotate_at) history.Rotate();
+    history.Append(chain, tokens[i], text.Context(i, false), 0, 1, 0);
+  }
+}
+
+std::vector<Token> DraftAfter(const History& history, const std::vector<Token>& tokens) {
   Drafter drafter(DraftWeights{}, false);
   drafter.Clear();
-  auto hashes = HashContext(text.data(), text.size(), true, false);
+  ContextHashes hashes = Hashed(tokens).Context(tokens.size(), false);
   for (const ContextIndex* index : {history.current(), history.previous()}) {
     if (index == nullptr) continue;
-    Query query{index, &hashes, text.data(), text.size(), 0, 999, 0, false};
+    Query query{index, &hashes, tokens.data(), tokens.size(), 0, 999, 0, false};
     Drafter::Prefetch(query);
     Drafter::Find(query);
     drafter.Gather(query);
   }
   Draft draft;
-  drafter.Vote(8, draft);
+  drafter.Vote(8, Calibration{}, draft);
   return {draft.tokens.begin(), draft.tokens.begin() + draft.length};
 }
 
 void TestTheGenerationBeforeTheCurrentOneIsStillDraftedFrom() {
   using Tokens = std::vector<Token>;
-  History history(false);
-  Append(history, {kBlockStart, 1, 2, 3}, 1);
+  History history("n", "s", false);
+  Append(history, {kBlockStart, 1, 2, 3});
   history.Rotate();
-  Append(history, {kBlockStart, 4, 5, 6}, 2);
+  Append(history, {kBlockStart, 4, 5, 6});
   CHECK((DraftAfter(history, {kBlockStart, 1}) == Tokens{2, 3}));
   CHECK((DraftAfter(history, {kBlockStart, 4}) == Tokens{5, 6}));
   history.Rotate();
@@ -239,17 +289,12 @@ void TestTheGenerationBeforeTheCurrentOneIsStillDraftedFrom() {
 }
 
 void TestATextGoesOnInTheNextGeneration() {
-  History history(false);
-  History::Chain chain;
+  History history("n", "s", false);
   std::vector<Token> text = {kBlockStart};
   for (Token token = 0; token < 200; ++token) text.push_back(token);
-  for (size_t i = 0; i < text.size(); ++i) {
-    if (i == 100) history.Rotate();
-    size_t tail = std::min<size_t>(i, kMaxContext);
-    history.Append(chain, text[i], HashContext(text.data() + i - tail, tail, tail == i, false), 0, 1, 0);
-  }
+  Append(history, text, 100);
   CHECK((DraftAfter(history, {7, 8}) == std::vector<Token>{9, 10, 11, 12, 13, 14, 15, 16}));
-  CHECK((DraftAfter(history, {150, 151}).front() == 152));
+  CHECK(DraftAfter(history, {150, 151}).front() == 152);
   history.CheckIntegrity();
 }
 
@@ -316,6 +361,7 @@ int main() {
   TestArbitraryBytesNeverEscapeTheTracker();
   TestTheGenerationBeforeTheCurrentOneIsStillDraftedFrom();
   TestATextGoesOnInTheNextGeneration();
+  TestChangedArchivesAreRefusedOrTakenWhole();
   TestRandomPlaysKeepIntegrityAndQuota();
   TestThreadsShareOneEngine();
   std::puts("core_test: all passed");

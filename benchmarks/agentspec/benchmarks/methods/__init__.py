@@ -1,0 +1,29 @@
+"""What a replay can play through: AgentSpec, its ablations and its peers, behind one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from agentspec.benchmarks.methods.agentspec import AgentSpec
+from agentspec.benchmarks.methods.arctic import Arctic
+from agentspec.benchmarks.methods.gpu_suffix import GpuSuffix
+from agentspec.benchmarks.methods.interface import Method, Setting
+from agentspec.benchmarks.methods.ngram import Ngram
+
+METHODS: Mapping[str, Callable[[Setting], Method]] = MappingProxyType(
+    {
+        "agentspec": AgentSpec,
+        "agentspec:redundancy": AgentSpec,
+        "agentspec:strict": lambda setting: AgentSpec(setting, is_strict=True),
+        "untagged": lambda setting: AgentSpec(setting, is_tagged=False),
+        "ngram": lambda _setting: Ngram(),
+        "arctic-d24": lambda setting: Arctic(24, setting.num_speculative_tokens),
+        "arctic-d64": lambda setting: Arctic(64, setting.num_speculative_tokens),
+        "gpu-suffix": lambda setting: GpuSuffix(setting.num_speculative_tokens, setting.curve),
+        "gpu-suffix:shadow": lambda setting: GpuSuffix(setting.num_speculative_tokens, setting.curve, has_shadow=True),
+    }
+)
+"""Every method by its name; each call makes a fresh one."""
+
+DEFAULT_METHODS = ("agentspec", "ngram", "arctic-d24", "arctic-d64", "gpu-suffix")

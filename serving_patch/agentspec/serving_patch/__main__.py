@@ -1,0 +1,165 @@
+"""`agentspec-vllm`: start vLLM with AgentSpec, or print the flags that do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, OptionsError, read_options
+
+from .compat import PROPOSER_CLS, SCHEDULER_CLS, CompatibilityError, check_version
+
+VLLM_MODULE = "vllm.entrypoints.cli.main"
+ADDITIONAL_CONFIG = "--additional-config"
+PIPELINE = "--pipeline-parallel-size"
+MIN_ABBREVIATION = len("--spec")  # vLLM's parser takes unique prefixes of a flag
+
+OURS = "AgentSpec brings its own; remove it"
+CONFLICTS = {
+    "--scheduler-cls": OURS,
+    "--speculative-config": OURS,
+    "--spec-method": OURS,
+    "--spec-model": OURS,
+    "--spec-tokens": 'set {"agentspec": {"num_speculative_tokens": N}} in --additional-config',
+    "--async-scheduling": "with vLLM's V1 runner drafts must be known before the next step is scheduled; remove it",
+}
+SHORT_FLAGS = {"-sc": "--speculative-config", "-pp": PIPELINE}
+PIPELINE_REASON = "vLLM cannot combine pipeline parallelism and speculation here; use -tp"
+
+
+class FlagError(click.ClickException):
+    """A flag of the user cannot go with AgentSpec; the message says why and what to do."""
+
+    exit_code = 2
+
+
+def build_flags(vllm_args: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Write the flags that make vLLM draft with AgentSpec, and keep those of the user.
+
+    Args:
+        vllm_args: flags of `vllm serve`; ``--additional-config`` is merged with ours.
+        environ: where ``AGENTSPEC_*`` variables are.
+
+    Raises:
+        FlagError: a flag conflicts, or an option of AgentSpec is wrong.
+    """
+    kept: list[str] = []
+    config: dict[str, Any] = {}
+    for flag, value, words in _flags(vllm_args):
+        if flag in CONFLICTS:
+            raise FlagError(f"{words[0]}: {CONFLICTS[flag]}")
+        if flag == PIPELINE and value != "1":
+            raise FlagError(f"{' '.join(words)}: {PIPELINE_REASON}")
+        if flag == ADDITIONAL_CONFIG:
+            config |= _read_json(value)
+        else:
+            kept += words
+    options = _read_options(config.get(ADDITIONAL_CONFIG_KEY), environ)
+    return [*kept, *_our_flags(options, config)]
+
+
+def _our_flags(options: Options, config: Mapping[str, Any]) -> list[str]:
+    speculative_config = {
+        "method": "custom_class",
+        "model": PROPOSER_CLS,
+        "num_speculative_tokens": options.num_speculative_tokens,
+    }
+    additional_config = {**config, ADDITIONAL_CONFIG_KEY: options.model_dump(exclude_none=True)}
+    return [
+        *("--scheduler-cls", SCHEDULER_CLS),
+        *("--speculative-config", json.dumps(speculative_config)),
+        *(ADDITIONAL_CONFIG, json.dumps(additional_config)),
+    ]
+
+
+def _flags(vllm_args: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Split a command line into (full name or "", value or "", words); only flags that matter to us have a name."""
+    rest = list(vllm_args)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, value = word.partition("=")
+        base, is_dotted, _ = name.partition(".")
+        flag = _full_name(base)
+        if is_dotted and flag == ADDITIONAL_CONFIG:
+            raise FlagError(f"{word}: write {ADDITIONAL_CONFIG} as one JSON object, so that it can be merged")
+        if has_value or flag not in (ADDITIONAL_CONFIG, PIPELINE):
+            yield flag, value, [word]
+        elif rest:
+            value = rest.pop(0)
+            yield flag, value, [word, value]
+        else:
+            raise FlagError(f"{word}: expected a value")
+
+
+def _full_name(name: str) -> str:
+    """The flag of ours that vLLM's parser would take a name for: underscores, unique prefixes, short forms."""
+    name = SHORT_FLAGS.get(name, name.replace("_", "-"))
+    if len(name) < MIN_ABBREVIATION:
+        return ""
+    known = (*CONFLICTS, ADDITIONAL_CONFIG, PIPELINE)
+    return name if name in known else next((flag for flag in known if flag.startswith(name)), "")
+
+
+def _read_json(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise FlagError(f"{ADDITIONAL_CONFIG}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise FlagError(f"{ADDITIONAL_CONFIG}: expected a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _read_options(config: object, environ: Mapping[str, str]) -> Options:
+    if config is not None and not isinstance(config, dict):
+        raise FlagError(f"{ADDITIONAL_CONFIG}: expected an object under {ADDITIONAL_CONFIG_KEY!r}, got {config!r}")
+    try:
+        return read_options(config, environ)
+    except OptionsError as error:
+        raise FlagError(str(error)) from None
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Serve a model with vLLM, drafting from the histories that the agents of a workflow share.
+
+    Options of AgentSpec come from AGENTSPEC_* variables (AGENTSPEC_POLICY=off) or from
+    --additional-config '{"agentspec": {"policy": "off"}}', which wins.
+    """
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=True)
+@click.argument("model")
+@click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED)
+def serve(model: str, vllm_args: tuple[str, ...]) -> None:
+    """Start `vllm serve MODEL` with AgentSpec; all other flags go through to vLLM.
+
+    MODEL comes first. Flags that cannot go with AgentSpec are refused with the reason.
+    `agentspec-vllm serve MODEL --help` shows vLLM's own flags.
+    """
+    if model.startswith("-"):
+        raise FlagError(f"{model}: give the model first, as in `agentspec-vllm serve MODEL {model}`")
+    try:
+        check_version()
+    except CompatibilityError as error:
+        raise FlagError(str(error)) from None
+    command = [sys.executable, "-m", VLLM_MODULE, "serve", model, *build_flags(vllm_args)]
+    os.execv(sys.executable, command)  # noqa: S606  # vLLM takes our place, so that signals reach it
+
+
+@main.command()
+def flags() -> None:
+    """Print the flags that `serve` adds, to paste behind `vllm serve MODEL`."""
+    words = build_flags(())
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        click.echo(f"{name} {shlex.quote(value)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""The hook for vLLM's V1 runner: a scheduler that drafts for the whole batch between two steps, and a null proposer.
+
+A step's tokens are submitted as soon as the scheduler knows them; the drafts are collected after vLLM has handed the
+tokens to its clients, so that drafting overlaps with that and never delays it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
+from agentspec.sidecar.grammars import CHAT
+from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, read_options
+from agentspec.sidecar.tags import UNTAGGED, Tags, TagsError, decode_tags
+from agentspec.sidecar.telemetry import MetricsServer, serve_metrics
+
+from .client import DraftClient, EmbeddedClient, Fallbacks, GuardedClient
+from .compat import probe, read_vocabulary, register, skip_rejection_without_drafts
+
+# vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
+logger = logging.getLogger("vllm.agentspec")
+
+GPU_DEADLINE_MS = 3.0
+CPU_DEADLINE_MS = 30.0
+
+FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_IGNORED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_REPETITION: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+}
+
+
+class NullProposer:
+    """What vLLM's worker asks for drafts: never any, because the scheduler brings them."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        del vllm_config  # part of vLLM's contract
+        register()  # VLLM_PLUGINS may have kept vLLM from it
+        skip_rejection_without_drafts()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load nothing; vLLM's CPU runner calls this without asking whether it exists."""
+
+    def propose(self, sampled_token_ids: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        """Return one empty draft per row."""
+        return [[] for _ in sampled_token_ids]
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the draft client knows of one request."""
+
+    request: Any
+    handle: int
+    tags: Tags
+    position: int = 0  # output tokens handed over
+    num_draft_tokens: int = 0  # verified since the last step
+    num_accepted_tokens: int = 0
+
+
+class AgentSpecScheduler(Scheduler):
+    """vLLM's scheduler with drafts from a `DraftClient`; losing that client costs speed, never output.
+
+    Raises:
+        CompatibilityError: this vLLM or its configuration is not supported.
+        OptionsError: ``additional_config["agentspec"]`` or an ``AGENTSPEC_*`` variable is wrong.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        probe(self.vllm_config, Scheduler)
+        self._options = _read_options(self.vllm_config)
+        self._max_draft_tokens = min(int(self.num_spec_tokens), self._options.num_speculative_tokens)
+        self._deadline_ms = self._options.deadline_ms or _default_deadline_ms(self.vllm_config)
+        self._fallbacks = Fallbacks()
+        self._vocab_size = int(self.vllm_config.model_config.get_vocab_size())
+        self._metrics: MetricsServer | None = None
+        self._client: DraftClient = GuardedClient(
+            self._make_client(),
+            vocab_size=self._vocab_size,
+            fallbacks=self._fallbacks,
+            deadline_ms=self._deadline_ms,
+        )
+        self._rows: dict[str, _Row] = {}
+        self._next_handle = 0
+        self._step_id = 0
+        self._step: StepRequest | None = None  # handed over and not collected
+        self._step_rows: list[_Row] = []
+        self._num_steps_to_skip = 0
+        self._switch_padding_off()
+        self._log_start()
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """Open the requests that start now, so that their prompts are indexed while the model runs."""
+        output = super().schedule(throttle_prefills)
+        with self._fail_open():
+            for new in output.scheduled_new_reqs:
+                self._find_row(self.requests[new.req_id])
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Hand over what the step brought."""
+        with self._fail_open():
+            self._count_verdicts(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._step = None
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            with self._fail_open():
+                self._submit_step()
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Set the drafts of the next step; the proposer's are empty, or zeros near `max_model_len`."""
+        for request in self.running:
+            request.spec_token_ids = []
+        if self._step is None:
+            return
+        with self._fail_open():
+            drafts = self._collect(self._step)
+            if drafts is not None:
+                self._set_drafts(drafts)
+                self._resync(drafts)
+
+    def _free_request(self, request: Any, delay_free_blocks: bool = False) -> Any:
+        with self._fail_open():
+            self._close(request)
+        return super()._free_request(request, delay_free_blocks)
+
+    def shutdown(self) -> None:
+        """Stop the draft thread and the metrics server before vLLM's own parts."""
+        with self._fail_open():
+            self._client.shutdown()
+            if self._metrics is not None:
+                self._metrics.shutdown()
+        super().shutdown()
+
+    @contextmanager
+    def _fail_open(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # the one boundary: vLLM goes on without drafts
+            self._fallbacks.note("hook_error", repr(error))
+
+    def _make_client(self) -> DraftClient:
+        """Make what drafts and serve its metrics; runs once, before the guard's thread starts."""
+        engine = Engine(
+            read_vocabulary(self.vllm_config.model_config),
+            CHAT,
+            num_speculative_tokens=self._max_draft_tokens,
+            history_bytes=self._options.history_bytes,
+            is_strict=self._options.isolation == "strict",
+        )
+        if self._options.metrics_port > 0:
+            port = self._options.metrics_port + self.parallel_config.data_parallel_index
+            self._metrics = serve_metrics(engine, self._fallbacks.counts, port)
+        return EmbeddedClient(engine)
+
+    def _switch_padding_off(self) -> None:
+        """Do without the drafts of -1 that vLLM gives a prompt whose prefix cache lacks its last token only.
+
+        All of them would be rejected. A table that says `num_spec_tokens` for every batch size has no other effect.
+        """
+        if getattr(self, "dynamic_sd_lookup", None) is None:
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+
+    def _log_start(self) -> None:
+        logger.info(
+            "agentspec: hook=v1 mode=embedded policy=%s K=%d arithmetic_intensity=%d deadline_ms=%g namespace=%s "
+            "isolation=%s metrics_port=%s",
+            self._options.policy,
+            self._max_draft_tokens,
+            self._options.arithmetic_intensity,
+            self._deadline_ms,
+            self._options.namespace,
+            self._options.isolation,
+            "off" if self._metrics is None else self._metrics.port,
+        )
+
+    def _find_row(self, request: Any) -> _Row | None:
+        row = self._rows.get(request.request_id)
+        if row is not None:
+            return row
+        # Pooling has no output; a streaming session turns its output into prompt, which no position survives.
+        if request.sampling_params is None or request.resumable:
+            return None
+        try:
+            tags = decode_tags(request.sampling_params.extra_args)
+        except TagsError as error:
+            self._fallbacks.note("bad_tags", error)
+            tags = UNTAGGED
+        row = _Row(request, self._next_handle, tags)
+        self._next_handle += 1
+        self._rows[request.request_id] = row
+        self._open(row)
+        return row
+
+    def _open(self, row: _Row) -> None:
+        request = row.request
+        row.position = 0
+        self._client.open(
+            row.handle,
+            _prompt_tokens(request, self._vocab_size),
+            row.tags,
+            Sampling(request.sampling_params.temperature, request.use_structured_output),
+            namespace=_namespace(self._options.namespace, request),
+        )
+
+    def _close(self, request: Any) -> None:
+        row = self._rows.pop(request.request_id, None)
+        if row is not None:
+            output = request.output_token_ids
+            reason = FINISH_REASONS.get(request.status, FinishReason.ERROR)
+            self._client.close(row.handle, reason, len(output), np.array(output[row.position :], np.int32))
+
+    def _count_verdicts(self, scheduler_output: Any, model_runner_output: Any) -> None:
+        sampled = model_runner_output.sampled_token_ids
+        if not sampled:
+            return
+        for request_id, draft in scheduler_output.scheduled_spec_decode_tokens.items():
+            row = self._rows.get(request_id)
+            index = model_runner_output.req_id_to_index.get(request_id)
+            # vLLM cuts these lists at a stop in the call that follows.
+            if row is not None and index is not None and sampled[index]:
+                row.num_draft_tokens += len(draft)
+                row.num_accepted_tokens += len(sampled[index]) - 1
+
+    def _submit_step(self) -> None:
+        rows = [
+            row
+            for request in self.running
+            if not request.is_prefill_chunk and request.num_output_tokens and (row := self._find_row(request))
+        ]
+        if not rows:
+            return
+        self._step_id += 1
+        step = self._make_step(rows)
+        self._client.submit(step)
+        for row in rows:
+            row.position = row.request.num_output_tokens
+            row.num_draft_tokens = row.num_accepted_tokens = 0
+        self._step, self._step_rows = step, rows
+
+    def _make_step(self, rows: Sequence[_Row]) -> StepRequest:
+        token_ids: list[int] = []
+        token_offsets = [0]
+        for row in rows:
+            token_ids += row.request.output_token_ids[row.position :]
+            token_offsets.append(len(token_ids))
+        num_prefill_tokens = self._expect_prefill(len(rows))
+        budget = 0 if self._options.policy == "off" else self._free_tokens(len(rows) + num_prefill_tokens)
+        return StepRequest(
+            step_id=self._step_id,
+            handles=np.array([row.handle for row in rows], np.int64),
+            positions=np.array([row.position for row in rows], np.int32),
+            token_offsets=np.array(token_offsets, np.int32),
+            token_ids=np.array(token_ids, np.int32),
+            num_draft_tokens=np.array([row.num_draft_tokens for row in rows], np.int32),
+            num_accepted_tokens=np.array([row.num_accepted_tokens for row in rows], np.int32),
+            max_draft_tokens=np.array([self._room(row) if budget else 0 for row in rows], np.int32),
+            num_decode_rows=len(rows),
+            num_prefill_tokens=num_prefill_tokens,
+            token_budget=budget,
+        )
+
+    def _free_tokens(self, num_scheduled_tokens: int) -> int:
+        """Draft tokens that cost next to nothing, and that leave every row its place in the step."""
+        limit = min(self._options.arithmetic_intensity, int(self.max_num_scheduled_tokens))
+        return max(0, limit - num_scheduled_tokens)
+
+    def _room(self, row: _Row) -> int:
+        request = row.request
+        if not row.tags.speculate:
+            return 0
+        to_model_len = int(self.max_model_len - request.num_tokens - 1)
+        to_max_tokens = int(request.max_tokens - request.num_output_tokens - 1)
+        return max(0, min(self._max_draft_tokens, row.tags.max_draft_tokens, to_model_len, to_max_tokens))
+
+    def _expect_prefill(self, num_rows: int) -> int:
+        """Prompt tokens of the next step, as far as requests that have arrived tell; the prefix cache may hold some."""
+        limit = int(self.max_num_scheduled_tokens) - num_rows
+        total: int = 0
+        for request in self.running:
+            if request.is_prefill_chunk:
+                total += request.num_tokens - request.num_computed_tokens
+        num_places = self.max_num_running_reqs - len(self.running)
+        for request in self.waiting if num_places > 0 else ():
+            if total >= limit or num_places == 0:
+                break
+            total += request.num_tokens - request.num_computed_tokens
+            num_places -= 1
+        return max(0, min(total, limit))
+
+    def _collect(self, step: StepRequest) -> StepDrafts | None:
+        if self._num_steps_to_skip > 0:
+            self._num_steps_to_skip -= 1
+            return None
+        is_drafting = step.token_budget > 0 and step.max_draft_tokens.any()
+        return self._client.collect(deadline_ms=self._deadline_ms if is_drafting else 0.0)
+
+    def _set_drafts(self, drafts: StepDrafts) -> None:
+        tokens = drafts.draft_token_ids.tolist()
+        end = 0
+        for row, length in zip(self._step_rows, drafts.draft_lengths.tolist(), strict=True):
+            begin, end = end, end + length
+            if length and row.request.status == RequestStatus.RUNNING:
+                row.request.spec_token_ids = self.structured_output_manager.validate_tokens(
+                    row.request, tokens[begin:end]
+                )
+        self._num_steps_to_skip = drafts.skip_steps
+
+    def _resync(self, drafts: StepDrafts) -> None:
+        lost = set(drafts.resync_handles.tolist())
+        if lost:
+            for row in self._rows.values():
+                if row.handle in lost:
+                    self._open(row)
+
+
+def _read_options(vllm_config: Any) -> Options:
+    config = vllm_config.additional_config
+    return read_options(config.get(ADDITIONAL_CONFIG_KEY) if isinstance(config, dict) else None)
+
+
+def _default_deadline_ms(vllm_config: Any) -> float:
+    return CPU_DEADLINE_MS if vllm_config.device_config.device_type == "cpu" else GPU_DEADLINE_MS
+
+
+def _namespace(configured: str, request: Any) -> str:
+    """The tenant of a request: each part narrows the one before. Text of another adapter is another model's text."""
+    parts = [configured]
+    if request.cache_salt:
+        parts.append(f"salt-{_digest(request.cache_salt)}")
+    if request.lora_request is not None:
+        parts.append(f"lora-{_digest(request.lora_request.lora_name)}")
+    return "/".join(parts)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def _prompt_tokens(request: Any, vocab_size: int) -> TokenIds:
+    """The prompt's text; embeddings have none, and placeholders of other modalities may be no token ids."""
+    if request.prompt_token_ids is None:
+        return np.empty(0, np.int32)
+    tokens = np.array(request.prompt_token_ids, np.int64)
+    is_text = (tokens >= 0) & (tokens < vocab_size)
+    if request.prompt_is_token_ids is not None:
+        is_text &= np.array(request.prompt_is_token_ids, bool)
+    return tokens[is_text].astype(np.int32)

@@ -1,0 +1,147 @@
+"""Metrics as Prometheus sees them: names, labels, values, and a port that is taken."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Iterator
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepRequest
+from agentspec.sidecar.grammars import CHAT
+from agentspec.sidecar.tags import Tags
+from agentspec.sidecar.telemetry import MetricsServer, serve_metrics
+
+COUNTERS = [
+    "agentspec_steps_total",
+    "agentspec_drafts_total",
+    "agentspec_draft_tokens_total",
+    "agentspec_accepted_tokens_total",
+    "agentspec_tokens_total",
+]
+GAUGES = ["agentspec_history_tokens", "agentspec_history_bytes", "agentspec_open_requests"]
+FALLBACKS = "agentspec_fallbacks_total"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine([bytes([97 + i]) for i in range(8)], CHAT, num_speculative_tokens=4, history_bytes=1 << 24)
+
+
+@pytest.fixture
+def server(engine: Engine) -> Iterator[MetricsServer]:
+    server = serve_metrics(engine, lambda: {"deadline": 3}, free_port())
+    assert server is not None
+    yield server
+    server.shutdown()
+
+
+def scrape(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    samples: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return samples
+
+
+def serve_one_request(engine: Engine, *, is_closed: bool = True) -> None:
+    engine.open(1, np.zeros(2, np.int32), Tags(workflow_id="w", stage="s"), Sampling(), namespace="default")
+    engine.step(
+        StepRequest(
+            step_id=1,
+            handles=np.array([1], np.int64),
+            positions=np.zeros(1, np.int32),
+            token_offsets=np.array([0, 3], np.int32),
+            token_ids=np.array([1, 2, 3], np.int32),
+            num_draft_tokens=np.array([4], np.int32),
+            num_accepted_tokens=np.array([2], np.int32),
+            max_draft_tokens=np.zeros(1, np.int32),
+            num_decode_rows=1,
+            num_prefill_tokens=0,
+            token_budget=0,
+        )
+    )
+    if is_closed:
+        engine.close(1, FinishReason.STOP, 3, np.empty(0, np.int32))
+
+
+def test_exported_names_are_those_of_the_readme(engine: Engine, server: MetricsServer) -> None:
+    serve_one_request(engine)
+
+    assert sorted(scrape(server.port)) == sorted([*COUNTERS, *GAUGES, FALLBACKS])
+
+
+def test_counts_carry_namespace_workflow_stage_and_block(engine: Engine, server: MetricsServer) -> None:
+    serve_one_request(engine)
+    samples = scrape(server.port)
+
+    labels = {"namespace": "default", "workflow": "w", "stage": "s", "block": "text"}
+    assert {name: samples[name] for name in COUNTERS} == {
+        "agentspec_steps_total": [(labels, 1.0)],
+        "agentspec_drafts_total": [(labels, 1.0)],
+        "agentspec_draft_tokens_total": [(labels, 4.0)],
+        "agentspec_accepted_tokens_total": [(labels, 2.0)],
+        "agentspec_tokens_total": [(labels, 3.0)],
+    }
+
+
+def test_gauges_follow_the_engine(engine: Engine, server: MetricsServer) -> None:
+    serve_one_request(engine, is_closed=False)
+    is_open = scrape(server.port)
+    engine.close(1, FinishReason.STOP, 3, np.empty(0, np.int32))
+    is_closed = scrape(server.port)
+
+    assert is_open["agentspec_open_requests"] == [({}, 1.0)]
+    assert is_closed["agentspec_open_requests"] == [({}, 0.0)]
+    assert is_closed["agentspec_history_tokens"] == [({}, float(engine.num_history_tokens()))]
+    assert is_closed["agentspec_history_bytes"] == [({}, float(engine.memory_bytes()))]
+
+
+def test_fallbacks_are_counted_by_reason(server: MetricsServer) -> None:
+    assert scrape(server.port)[FALLBACKS] == [({"reason": "deadline"}, 3.0)]
+
+
+def test_taken_port_is_one_warning_and_no_server(
+    engine: Engine, server: MetricsServer, agentspec_log: pytest.LogCaptureFixture
+) -> None:
+    second = serve_metrics(engine, dict, server.port)
+
+    assert second is None
+    assert [record.levelname for record in agentspec_log.records] == ["WARNING"]
+    assert str(server.port) in agentspec_log.text
+
+
+def test_shutdown_frees_the_port(engine: Engine) -> None:
+    server = serve_metrics(engine, dict, free_port())
+    assert server is not None
+    server.shutdown()
+
+    assert not server.thread.is_alive()
+    with pytest.raises(URLError):
+        scrape(server.port)
+    again = serve_metrics(engine, dict, server.port)
+    assert again is not None
+    again.shutdown()
+
+
+def test_two_engines_of_one_process_are_told_apart(engine: Engine, server: MetricsServer) -> None:
+    other_engine = Engine([b"a"] * 8, CHAT, num_speculative_tokens=4, history_bytes=1 << 24)
+    other = serve_metrics(other_engine, dict, free_port())
+    assert other is not None
+    serve_one_request(other_engine, is_closed=False)
+
+    assert scrape(server.port)["agentspec_open_requests"] == [({}, 0.0)]
+    assert scrape(other.port)["agentspec_open_requests"] == [({}, 1.0)]
+    other.shutdown()
