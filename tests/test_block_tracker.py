@@ -16,7 +16,8 @@ from agentspec.sidecar.tags import Tags
 
 BYTES = [bytes([byte]) for byte in range(256)]
 MARKERS = [b"<think>", b"</think>", b"<tool_call>", b"</tool_call>", b"```"]
-# Markers inside and across each other, a block inside itself, start equal to end, two ways into one kind of block.
+# Markers inside and across each other, a block inside itself, start equal to end, one that ends another but may stand
+# where that may not.
 TWISTED = Grammar(
     (
         BlockRule("a", b"(", b")", ("text", "a", "b")),
@@ -24,10 +25,13 @@ TWISTED = Grammar(
         BlockRule("c", b"|", b"|", ("text", "a", "d")),
         BlockRule("d", b"(|", b"|)", ("text", "c", "d")),
         BlockRule("e", b"\x00\xff", b"\xff\x00"),
+        BlockRule("f", b"x<x", b"y"),
+        BlockRule("g", b"<x", b"<y", ("a",)),
+        BlockRule("h", b"x", b"x<y", ("f", "g")),
     )
 )
 CHAT_PIECES = st.sampled_from([*MARKERS, b"<", b"`", b"``", b"</", b"think>", b"x", b"\xf0\x9f", b"<think></think"])
-TWISTED_PIECES = st.sampled_from([b"(", b")", b"|", b"((", b"|)", b"\x00", b"\xff", b"x"])
+TWISTED_PIECES = st.sampled_from([b"(", b")", b"|", b"((", b"|)", b"\x00", b"\xff", b"x", b"<", b"y"])
 
 
 class Tracked:
@@ -98,6 +102,7 @@ def test_every_block_path_equals_that_of_the_reference(tokens: list[bytes]) -> N
 @given(st.lists(TWISTED_PIECES | st.lists(TWISTED_PIECES).map(b"".join), max_size=40))
 @example([b"(((|)|)", b"))", b")"])
 @example([b"("] * 20 + [b")"] * 20)
+@example([b"(x<x", b"x", b"x<y", b"<y", b")", b"x<xx", b"x<y", b"y"])
 def test_markers_that_overlap_follow_the_reference(tokens: list[bytes]) -> None:
     assert_paths_equal_the_reference(tokens, TWISTED)
 

@@ -160,9 +160,9 @@ def test_report_has_every_field_that_is_promised() -> None:
     verdict = Verdict(num_compared_calls=7, num_skipped_calls=0, num_numeric_ties=1, differences=())
     block = BlockCounters("plan", "text", 6, 4, 20, 10)
     results = [
-        BatchResult("plain", NO_COUNTS, 1.0, 0),
-        BatchResult("ngram", NO_COUNTS, 1.0, 0, verdict=verdict),
-        BatchResult("agentspec", NO_COUNTS, 1.0, 0, blocks=[block], verdict=verdict),
+        BatchResult("plain", NO_COUNTS, 1.0),
+        BatchResult("ngram", NO_COUNTS, 1.0, verdict=verdict),
+        BatchResult("agentspec", NO_COUNTS, 1.0, blocks=[block], verdict=verdict),
     ]
 
     report = make_report(results, num_agents=16, conditions={})

@@ -65,15 +65,16 @@ def test_a_context_that_reaches_back_to_the_start_is_one_context_at_every_length
     for length in (15, 16, 31):
         engines = [kind(LARGE_VOCABULARY, CHAT) for kind in (Engine, ReferenceEngine)]
         for engine, handle in product(engines, range(17)):
-            last = 50 if handle < 16 else 51
+            text = [*beginning[:length], 50 if handle < 16 else 51, 52]
             engine.open(handle, token_ids(), Tags(), Sampling())
-            engine.close(handle, FinishReason.STOP, 64, token_ids(*beginning[:length], last, 52))
+            engine.close(handle, FinishReason.STOP, len(text), token_ids(*text))
         answers = []
         for engine in engines:
             engine.open(99, token_ids(), Tags(), Sampling())
             drafts = engine.step(step_request([Row(99, 0, beginning[:length])]))
             answers.append((drafts_by_row(drafts), drafts.redundancy.round(5).tolist()))
 
+        assert [[50, 52]] == answers[0][0]
         assert answers[1] == answers[0], f"after {length} tokens"
 
 
@@ -89,11 +90,13 @@ def test_a_repetition_of_the_prompt_is_drafted_from_the_prompt() -> None:
 
 
 def test_only_the_last_8192_tokens_of_a_prompt_are_evidence() -> None:
-    client = Client()
-    filler = [2] * 8188
-    client.open(prompt=[5, 6, *filler, 7, 8, 9, 10], history="off")
+    drafts = []
+    for token in (4, 5):
+        client = Client()
+        client.open(prompt=[3, 4, 5, 6, *[2] * 8190], history="off")
+        drafts.append(client.step(token)[:1])
 
-    assert [[], [9, 10]] == [client.step(5), client.step(7, 8)[:2]]
+    assert [[], [6]] == drafts
 
 
 def test_the_first_token_of_an_output_is_drafted_from_other_outputs() -> None:

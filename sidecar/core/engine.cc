@@ -66,6 +66,7 @@ struct Engine::Request {
   int64_t num_output = 0;           // output tokens taken in
   int64_t num_published = 0;        // tokens of `output` that entered the history; stays through a resync
   std::shared_ptr<History> history;
+  bool is_discarded = false;  // its namespace was deleted since it opened: it stores and counts nothing any more
   History::Chain chain;
   BlockStats* stats = nullptr;  // row of the current block
   Draft draft;                  // the last one
@@ -118,8 +119,12 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   ++clock_;
   request->history = options.is_reader ? FindHistory(options.history_namespace, options.stage) : nullptr;
   request->calibration = FindCalibration(options);
-  request->stats = FindStats(*request);
   auto& slot = requests_[handle];
+  if (slot && slot->is_discarded && slot->options.history_namespace == options.history_namespace) {
+    request->is_discarded = true;
+    request->history.reset();
+  }
+  request->stats = FindStats(*request);
   // A resync hands the same output over once more. Under another history it is another request: there, the pages of its
   // chain are those of others.
   if (slot && slot->history == request->history) {
@@ -159,6 +164,7 @@ std::shared_ptr<Calibration> Engine::FindCalibration(const RequestOptions& optio
 }
 
 BlockStats* Engine::FindStats(const Request& request) {
+  if (request.is_discarded) return &discarded_stats_;
   const RequestOptions& options = request.options;
   std::string block = labels_.Path(request.tracker.label());
   std::string key = Join({options.history_namespace, options.workflow_id, options.stage, block});
@@ -412,6 +418,7 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
     num_tokens += request.output[end++] != kBlockStart;
   while (end > 0 && request.output[end - 1] == kBlockStart) --end;  // no block follows an end
   if (reason != FinishReason::kError) Publish(request, end);
+  if (request.history) request.history->last_used_at = Clock::now();
   requests_.erase(found);
   ForgetOldest();
 }
@@ -495,7 +502,8 @@ size_t Engine::DeleteNamespace(const std::string& history_namespace) {
   size_t num_tokens = 0;
   for (auto& [handle, request] : requests_) {
     if (!IsWithin(request->options.history_namespace, history_namespace)) continue;
-    request->history.reset();  // what they still write is not stored either
+    request->is_discarded = true;  // what they still write is not stored either, not even after a resync
+    request->history.reset();
     request->stats = &discarded_stats_;
   }
   std::erase_if(histories_, [&](const auto& entry) {
@@ -511,6 +519,7 @@ size_t Engine::DeleteNamespace(const std::string& history_namespace) {
 }
 
 size_t Engine::ForgetUnused(double max_age_s) {
+  if (!(max_age_s >= 0)) Refuse("max_age_s: expected >= 0, got " + std::to_string(max_age_s));
   std::lock_guard lock(mutex_);
   auto now = Clock::now();
   size_t num_tokens = 0;

@@ -106,7 +106,8 @@ class Engine {
   // Forgets all that a namespace, and those within it, ever wrote, also what its open requests go on to write. Returns
   // the number of tokens.
   size_t DeleteNamespace(const std::string& history_namespace);
-  // Forgets histories that no request has used for `max_age_s` seconds; returns the number of tokens.
+  // Forgets histories that no request has used for `max_age_s` seconds; returns the number of tokens. Throws
+  // std::invalid_argument: a negative age, or NaN.
   size_t ForgetUnused(double max_age_s);
 
   // Block path of the next output token of an open request. Throws std::invalid_argument: unknown handle.

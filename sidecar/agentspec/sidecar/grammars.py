@@ -30,7 +30,7 @@ class Grammar:
     """A set of block rules; text outside all of them is one `ROOT_BLOCK` block.
 
     Raises:
-        ValueError: a marker or name is empty, a parent is unknown, or two rules open with the same marker.
+        ValueError: a marker or name is empty, a name is `ROOT_BLOCK` or a path, a parent is unknown, or two rules open with the same marker.
     """
 
     rules: tuple[BlockRule, ...]
@@ -41,6 +41,8 @@ class Grammar:
         for rule in self.rules:
             if not rule.name or not rule.start or not rule.end:
                 raise ValueError(f"block rule {rule.name!r}: name, start and end must not be empty")
+            if rule.name == ROOT_BLOCK or "/" in rule.name:
+                raise ValueError(f"block rule {rule.name!r}: the name must not be {ROOT_BLOCK!r} nor hold a '/'")
             if unknown := set(rule.parents) - names:
                 raise ValueError(f"block rule {rule.name!r}: unknown parent {sorted(unknown)[0]!r}")
             if rule.start in starts:
