@@ -30,7 +30,8 @@ class Grammar:
     """A set of block rules; text outside all of them is one `ROOT_BLOCK` block.
 
     Raises:
-        ValueError: a marker or name is empty, a name is `ROOT_BLOCK` or a path, a parent is unknown, or two rules open with the same marker.
+        ValueError: a marker or name is empty, a name is `ROOT_BLOCK` or a path, a parent is unknown, or two rules open
+            with the same marker.
     """
 
     rules: tuple[BlockRule, ...]
