@@ -2,8 +2,8 @@
 
     python examples/research_agents.py --base-url http://127.0.0.1:8000/v1 --model MODEL
 
-Each agent plans, searches (a tool call by JSON schema), writes and reviews, and goes back to searching until the review
-finds nothing or `MAX_ROUNDS` is reached. AgentSpec comes in by one line, see `build_graph`.
+Each agent plans some questions; for one question after the other it searches (a tool call by JSON schema), writes and
+reviews. It stops when a review finds nothing, or after `MAX_ROUNDS`. AgentSpec comes in by one line, see `build_graph`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from agentspec.middleware import AgentSpecMiddleware
 
 MAX_ROUNDS = 2
 MAX_CALLS = 1 + 3 * MAX_ROUNDS  # LLM calls of one agent
-MAX_TOKENS = 80
+MAX_TOKENS = 56
 PLANNER = "You are the planner of a research team. You answer with a numbered list of questions and nothing else."
-SEARCHER = "You are the searcher of a research team. You call the tool search_library with a short query."
+SEARCHER = "You are the searcher of a research team. You call search_library with a query of a few words and a kind."
 WRITER = "You are the writer of a research team. You answer with a numbered list of findings and nothing else."
-REVIEWER = "You are the reviewer of a research team. You answer with a numbered list of weaknesses and nothing else."
+REVIEWER = "You are the reviewer of a research team. You answer with one weakness of the text and nothing else."
 
 
 class Research(TypedDict):
     """State of one agent."""
 
     topic: str
-    plan: str
-    sources: Annotated[list[str], operator.add]
-    report: str
+    questions: list[str]
+    source: str
+    sections: Annotated[list[str], operator.add]
     review: str
     num_rounds: int
 
@@ -49,15 +49,10 @@ Graph = CompiledStateGraph[Research, None, Research, Research]
 
 
 @tool
-def search_library(
-    query: Annotated[str, Field(max_length=48)],
-    kind: Literal["study", "survey", "review"],
-    max_results: Annotated[int, Field(ge=1, le=3)],
-) -> list[str]:
-    """Find sources in the library; the same query always finds the same ones."""
-    first = sum(query.encode())
-    numbers = range(first, first + 7 * max_results, 7)
-    return [f"{kind} of {1990 + number % 35} with {20 + number % 400} cases" for number in numbers]
+def search_library(query: Annotated[str, Field(max_length=32)], kind: Literal["study", "survey", "review"]) -> str:
+    """Find a source in the library; the same query always finds the same one."""
+    number = sum(query.encode())
+    return f"{kind} of {1990 + number % 35} with {20 + number % 400} cases"
 
 
 def build_graph(model: BaseChatModel) -> Graph:
@@ -69,26 +64,23 @@ def build_graph(model: BaseChatModel) -> Graph:
     caller = model.bind_tools([search_library], tool_choice="search_library", strict=True)
 
     async def plan(state: Research) -> dict[str, Any]:
-        return {"plan": await _ask(model, PLANNER, f"Write three research questions about {state['topic']}.")}
+        plan = await _ask(model, PLANNER, f"Write two research questions about {state['topic']}.")
+        return {"questions": _list_items(plan) or [state["topic"]]}
 
     async def search(state: Research) -> dict[str, Any]:
-        need = state["review"] or state["plan"]
-        message = await caller.ainvoke(_messages(SEARCHER, f"Topic: {state['topic']}\n{_first_line(need)}"))
+        message = await caller.ainvoke(_messages(SEARCHER, f"Find a source for this question: {_question(state)}"))
         try:
-            return {"sources": search_library.invoke(message.tool_calls[0]["args"])}
+            return {"source": search_library.invoke(message.tool_calls[0]["args"])}
         except (IndexError, ValidationError):  # a small model may run out of tokens within the call
-            return {
-                "sources": search_library.invoke({"query": state["topic"][:48], "kind": "review", "max_results": 1})
-            }
+            return {"source": search_library.invoke({"query": state["topic"][:32], "kind": "review"})}
 
     async def write(state: Research) -> dict[str, Any]:
-        goal = f"Question: {_first_line(state['plan'])}\nSource: {state['sources'][-1]}"
-        report = await _ask(model, WRITER, f"Write three findings about {state['topic']}.\n{goal}")
-        return {"report": report, "num_rounds": state["num_rounds"] + 1}
+        task = f"Write two findings about {state['topic']}.\nQuestion: {_question(state)}\nSource: {state['source']}"
+        return {"sections": [await _ask(model, WRITER, task)]}
 
     async def review(state: Research) -> dict[str, Any]:
-        report = f"Report about {state['topic']}:\n{state['report']}"
-        return {"review": await _ask(model, REVIEWER, f"{report}\n\nWrite two weaknesses of this report.")}
+        task = f"Text about {state['topic']}:\n{state['sections'][-1]}\n\nWrite one weakness of this text."
+        return {"review": await _ask(model, REVIEWER, task), "num_rounds": state["num_rounds"] + 1}
 
     def next_stage(state: Research) -> str:
         return END if state["num_rounds"] >= MAX_ROUNDS or not state["review"] else "search"
@@ -117,7 +109,7 @@ async def research(graph: Graph, topics: Sequence[str]) -> list[Research]:
     """
 
     async def run(topic: str) -> Research:
-        start = Research(topic=topic, plan="", sources=[], report="", review="", num_rounds=0)
+        start = Research(topic=topic, questions=[], source="", sections=[], review="", num_rounds=0)
         return cast(Research, await graph.ainvoke(start, {"configurable": {"thread_id": topic}}))
 
     return list(await asyncio.gather(*(run(topic) for topic in topics)))
@@ -131,8 +123,12 @@ def _messages(role: str, task: str) -> list[SystemMessage | HumanMessage]:
     return [SystemMessage(role), HumanMessage(task)]
 
 
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0].removeprefix("1. ")
+def _question(state: Research) -> str:
+    return state["questions"][state["num_rounds"] % len(state["questions"])]
+
+
+def _list_items(text: str) -> list[str]:
+    return [line.partition(". ")[2] for line in text.splitlines() if ". " in line]
 
 
 def chat_model(base_url: str, model: str, **options: Any) -> ChatOpenAI:
@@ -152,7 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     graph = build_graph(chat_model(arguments.base_url, arguments.model))
     for result in asyncio.run(research(graph, arguments.topics)):
-        print(f"# {result['topic']}\n{result['plan']}\n\n{result['report']}\n\n{result['review']}\n")
+        print(f"# {result['topic']}", *result["sections"], f"Review: {result['review']}\n", sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -138,11 +138,14 @@ def _measure(server: VllmServer, num_agents: int, progress: Progress) -> tuple[B
     calls, seconds = _run_batch(server, TOPICS[:num_agents], "measured", progress)
     counters = settled_counters(server.metrics_url, before, len(calls))
     blocks_after = read_samples(agentspec_url) if agentspec_url else {}
+    prompts = {call.prompt_token_ids for call in calls}
     result = BatchResult(
         decoding=server.decoding,
         counters=counters,
         seconds=seconds,
         num_warm_up_tokens=sum(len(call.output_token_ids) for call in warm_up),
+        num_shared_prompts=len(prompts & {call.prompt_token_ids for call in warm_up}),
+        num_repeated_prompts=len(calls) - len(prompts),
         blocks=block_counters(blocks_before, blocks_after),
         fallbacks=fallback_counts(blocks_after),
     )

@@ -23,6 +23,8 @@ class BatchResult:
         counters: vLLM's own counts of the batch.
         seconds: wall clock from the first agent's start to the last one's end.
         num_warm_up_tokens: output tokens of the batch before it.
+        num_shared_prompts: prompts that occur in both batches.
+        num_repeated_prompts: calls of the measured batch whose prompt an earlier one had, too.
         blocks: AgentSpec's counts of the batch; empty under the other ways.
         fallbacks: steps without drafts since the server started, by reason; likewise.
         verdict: against plain decoding; None for plain decoding itself, or where it was not run.
@@ -31,7 +33,9 @@ class BatchResult:
     decoding: Decoding
     counters: EngineCounters
     seconds: float
-    num_warm_up_tokens: int
+    num_warm_up_tokens: int = 0
+    num_shared_prompts: int = 0
+    num_repeated_prompts: int = 0
     blocks: Sequence[BlockCounters] = ()
     fallbacks: Mapping[str, int] | None = None
     verdict: Verdict | None = None
@@ -52,6 +56,9 @@ def make_report(results: Sequence[BatchResult], *, num_agents: int, conditions: 
         report[f"seconds_{name}"] = round(result.seconds, 2)
         if name == "plain":
             report["num_tokens"] = counters.num_tokens
+            report["num_warm_up_tokens"] = result.num_warm_up_tokens
+            report["num_shared_prompts"] = result.num_shared_prompts
+            report["num_repeated_prompts"] = result.num_repeated_prompts
         if name == "ngram":
             report["num_draft_tokens_ngram"] = counters.num_draft_tokens
             report["num_accepted_tokens_ngram"] = counters.num_accepted_tokens

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +17,12 @@ import click
 import httpx
 from tokenizers import Tokenizer
 
+from agentspec.benchmarks.agents import build_graph, chat_model, research
 from agentspec.benchmarks.calls import TOKEN_IDS_REQUEST
-from agentspec.benchmarks.demo import EXAMPLES
 from agentspec.benchmarks.models import resolve_model
 from agentspec.benchmarks.server import SERVED_NAME, ServerOptions, VllmServer
 from agentspec.benchmarks.topics import TOPICS
 from agentspec.sidecar.tags import TAGS_KEY
-
-sys.path.insert(0, str(EXAMPLES))
-
-from research_agents import build_graph, chat_model, research
 
 WORKLOAD = "research_agents"
 _MAX_NUM_SEQS = 16
