@@ -27,7 +27,7 @@ from agentspec.middleware import AgentSpecMiddleware
 
 MAX_ROUNDS = 2
 MAX_CALLS = 1 + 3 * MAX_ROUNDS  # LLM calls of one agent
-MAX_TOKENS = 56
+MAX_TOKENS = 40
 PLANNER = "You are the planner of a research team. You answer with a numbered list of questions and nothing else."
 SEARCHER = "You are the searcher of a research team. You call search_library with a query of a few words and a kind."
 WRITER = "You are the writer of a research team. You answer with a numbered list of findings and nothing else."

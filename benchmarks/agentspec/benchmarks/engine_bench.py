@@ -30,6 +30,7 @@ NUM_CHUNKS = 20
 NUM_STEPS = 100
 NUM_FIRST_STEPS = 32  # not measured
 NUM_STARTS = 15
+_CHUNK_CHARS = 1 << 18
 DEPTHS = {"arctic-d24": 24, "arctic-d64": 64}
 
 
@@ -66,7 +67,7 @@ def read_documents(tokenizer: Tokenizer, num_tokens: int) -> list[TokenIds]:
             texts.append(file.read_text(encoding="utf-8", errors="replace"))
         except OSError:
             continue
-        if sum(map(len, texts)) > 1 << 20:
+        if sum(map(len, texts)) > _CHUNK_CHARS:
             found = [tokens for tokens in tokenizer.encode(texts) if len(tokens)]
             documents += found
             missing -= sum(map(len, found))

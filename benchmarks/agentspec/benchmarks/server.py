@@ -127,8 +127,9 @@ class VllmServer:
         defaults = {
             "DO_NOT_TRACK": "1",
             "NUMBA_NUM_THREADS": "1",  # of the n-gram drafter; more spin against the model's threads
-            # One core for the front end and the agents: threads that spin at a barrier lose minutes to any other work.
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
+            "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+            # Threads that spin at a barrier wait 20 times longer as soon as another process wants one of their cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all servers of a machine are bound to the same cores
             "VLLM_NO_USAGE_STATS": "1",
