@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tests.conftest import require_vllm
 from tests.trace_lab import byte_tokenizer, require_arctic, write_tokenizer
 
 from agentspec.benchmarks import engine_bench
@@ -149,9 +148,9 @@ def test_missing_vllm_leaves_the_ngram_cells_out(monkeypatch: pytest.MonkeyPatch
     assert {} == engine_bench._scans()
 
 
+@pytest.mark.usefixtures("require_vllm")
 @pytest.mark.vllm
 def test_ngram_is_vllms_own_code_on_the_same_batch() -> None:
-    require_vllm()
     batch = Batch([np.array([1, 2, 3, 4, 5, 6, 7, 1, 2], np.int32)], np.array([[3, 9, 9]], np.int32))
     scan: Drafter = NgramScan()
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import require_vllm
 from tests.trace_lab import ids, require_arctic, step_of, token_call
 
 from agentspec.benchmarks.cost_curves import CostCurve
@@ -68,9 +67,9 @@ def test_ngram_follows_its_definition(text: list[int], min_ngram: int, more: int
     assert expected == draft(text, min_ngram, min_ngram + more, length)
 
 
+@pytest.mark.usefixtures("require_vllm")
 @pytest.mark.vllm
 def test_ngram_drafts_what_vllm_drafts() -> None:
-    require_vllm()
     from vllm.v1.spec_decode import ngram_proposer  # noqa: PLC0415  # imports torch
 
     rng = np.random.default_rng(0)
