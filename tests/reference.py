@@ -11,15 +11,15 @@ from fractions import Fraction
 
 import numpy as np
 from tests.reference_calibration import Evidence, ReferenceCalibration, evidence_of
+from tests.reference_tracker import ReferenceTracker
 
 from agentspec.sidecar.engine import BlockStats, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
-from agentspec.sidecar.grammars import ROOT_BLOCK, BlockRule, Grammar
+from agentspec.sidecar.grammars import Grammar
 from agentspec.sidecar.tags import Tags
 
 ORDERS = (1, 2, 4, 8, 16, 32)
 BUCKET_POSITIONS = 15
 MAX_CONTEXT = 32
-MAX_DEPTH = 16
 MAX_PROMPT_TOKENS = 8192
 MIN_CANDIDATES = 4
 BLOCK_START = -1
@@ -94,60 +94,6 @@ def allocate_by_redundancy(scores: Sequence[float], lengths: Sequence[int], toke
         if not grants:
             break
     return budgets
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    rule: BlockRule | None  # None: the top level, or a block that no marker closes
-    names: tuple[str, ...]
-
-
-class ReferenceTracker:
-    """Follows the block path by comparing the end of all bytes since the last marker with every marker."""
-
-    def __init__(self, grammar: Grammar, start_path: str = "") -> None:
-        self.grammar = grammar
-        self.unmatched = b""  # bytes since the last marker that counted
-        self.frames = [Frame(None, ())]
-        rules = {rule.name: rule for rule in reversed(grammar.rules)}
-        for name in filter(None, start_path.split("/")):
-            if len(self.frames) == 1 and name == ROOT_BLOCK:
-                continue
-            names = (*self.frames[-1].names, name)
-            if name not in rules and len(self.frames) > 1:
-                self.frames[-1] = Frame(self.frames[-1].rule, names)
-            elif len(self.frames) <= MAX_DEPTH:
-                self.frames.append(Frame(rules.get(name), names))
-
-    @property
-    def path(self) -> str:
-        return "/".join(self.frames[-1].names) or ROOT_BLOCK
-
-    def advance(self, token: bytes) -> bool:
-        before = (self.path, len(self.frames))
-        for byte in token:
-            self.unmatched += bytes([byte])
-            self._take_marker()
-        return (self.path, len(self.frames)) != before
-
-    def _take_marker(self) -> None:
-        inner = self.frames[-1].rule
-        if inner is not None and self.unmatched.endswith(inner.end):
-            self.frames.pop()
-        elif opened := self._opened():
-            if len(self.frames) <= MAX_DEPTH:
-                self.frames.append(Frame(opened, (*self.frames[-1].names, opened.name)))
-        else:
-            return
-        self.unmatched = b""
-
-    def _opened(self) -> BlockRule | None:
-        inner = self.frames[-1].rule
-        holder = ROOT_BLOCK if inner is None else inner.name
-        fitting = [
-            rule for rule in self.grammar.rules if holder in rule.parents and self.unmatched.endswith(rule.start)
-        ]
-        return max(fitting, key=lambda rule: len(rule.start), default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -293,9 +239,9 @@ def vote(candidates: list[Candidate], max_length: int, calibration: ReferenceCal
 
 
 class ReferenceRequest:
-    def __init__(self, writer: int, tags: Tags, block: str, grammar: Grammar, *, is_strict: bool) -> None:
+    def __init__(self, writer: int, tags: Tags, tracker: ReferenceTracker, *, is_strict: bool) -> None:
         self.tags = tags
-        self.tracker = ReferenceTracker(grammar, block)
+        self.tracker = tracker
         self.own = ReferenceIndex(is_strict=is_strict)
         self.text = Text(writer, tags.workflow_id)
         self.output = [BLOCK_START]
@@ -331,8 +277,9 @@ class ReferenceEngine:
         self.num_opened = 0
 
     def open(self, handle: int, tokens: TokenIds, tags: Tags, sampling: Sampling, *, namespace: str = "") -> None:
-        block = tags.block or ("tool_call" if sampling.is_structured else "")
-        request = ReferenceRequest(self.num_opened, tags, block, self.grammar, is_strict=self.is_strict)
+        prompt = b"".join(self.vocabulary[token] for token in tokens.tolist())
+        tracker = ReferenceTracker(self.grammar, tags.block, prompt, is_structured=sampling.is_structured)
+        request = ReferenceRequest(self.num_opened, tags, tracker, is_strict=self.is_strict)
         self.num_opened += 1
         for token in tokens[-MAX_PROMPT_TOKENS:].tolist():
             request.own.append(request.text, token, PROMPT_BLOCK)

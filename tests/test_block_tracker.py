@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.reference import ReferenceTracker, Row, drafts_by_row, step_request, token_ids
+from tests.reference import Row, drafts_by_row, step_request, token_ids
+from tests.reference_tracker import ReferenceTracker
 
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling
 from agentspec.sidecar.grammars import CHAT, BlockRule, Grammar
@@ -76,7 +77,7 @@ def cut(text: bytes, sizes: Sequence[int]) -> list[bytes]:
         (b"</think>", "text"),
         (b"</tool_call></think>```", "code"),
         (b"<think></tool_call>", "reasoning"),
-        (b"<tool_call>```</tool_call>", "tool_call/code"),
+        (b"<tool_call>```</tool_call>", "text"),
         (b"<<think>", "reasoning"),
         (b"<thin<think>", "reasoning"),
         (b"<think", "text"),

@@ -77,7 +77,7 @@ ROOTS = (*IMPORT_RULES, "benchmarks")
 
 # Each file of the core includes files to its left only.
 CORE_ORDER = (
-    *("types", "archive", "grammar", "block_tracker", "context_index", "history"),
+    *("types", "archive", "marker_automaton", "grammar", "block_tracker", "context_index", "history"),
     *("calibration", "drafter", "budget", "engine", "bindings", "core_test"),
 )
 

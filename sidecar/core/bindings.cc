@@ -29,32 +29,53 @@ ArrayOut<T> Move(std::vector<T>&& values) {
   return ArrayOut<T>(owned->data(), {owned->size()}, owner);
 }
 
-using Rule = std::tuple<std::string, nb::bytes, nb::bytes, std::vector<std::string>>;
+using Markers = std::vector<nb::bytes>;
+// name, starts, ends, parents, anchor, name marks: the fields of BlockRule
+using Rule = std::tuple<std::string, Markers, Markers, std::vector<std::string>, int, Markers>;
 using StatsRow =
     std::tuple<std::string, std::string, std::string, std::string, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 std::string String(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-void Construct(agentspec::Engine* engine, const nb::bytes& vocabulary, const ArrayIn<int64_t>& offsets,
-               const std::vector<Rule>& rules, int num_speculative_tokens, size_t history_bytes, bool is_strict) {
+std::vector<std::string> Strings(const Markers& markers) {
+  std::vector<std::string> strings;
+  for (const auto& marker : markers) strings.push_back(String(marker));
+  return strings;
+}
+
+agentspec::Grammar BuildGrammar(const std::vector<Rule>& rules, const Markers& answer_starts) {
   std::vector<agentspec::BlockRule> block_rules;
-  for (const auto& [name, start, end, parents] : rules)
-    block_rules.push_back({name, String(start), String(end), parents});
+  for (const auto& [name, starts, ends, parents, anchor, name_marks] : rules)
+    block_rules.push_back({name, Strings(starts), Strings(ends), parents,
+                           static_cast<agentspec::BlockRule::Anchor>(anchor), Strings(name_marks)});
+  return {std::move(block_rules), Strings(answer_starts)};
+}
+
+void Construct(agentspec::Engine* engine, const nb::bytes& vocabulary, const ArrayIn<int64_t>& offsets,
+               const std::vector<Rule>& rules, const Markers& answer_starts, int num_speculative_tokens,
+               size_t history_bytes, bool is_strict) {
   agentspec::EngineOptions options;
   options.num_speculative_tokens = num_speculative_tokens;
   options.history_bytes = history_bytes;
   options.is_strict = is_strict;
   new (engine) agentspec::Engine(String(vocabulary), {offsets.data(), offsets.data() + offsets.size()},
-                                 std::move(block_rules), options);
+                                 BuildGrammar(rules, answer_starts), options);
+}
+
+int AddGrammar(agentspec::Engine& engine, const std::vector<Rule>& rules, const Markers& answer_starts) {
+  agentspec::Grammar grammar = BuildGrammar(rules, answer_starts);
+  nb::gil_scoped_release release;
+  return engine.AddGrammar(std::move(grammar));
 }
 
 void Open(agentspec::Engine& engine, int64_t handle, const ArrayIn<int32_t>& tokens, std::string history_namespace,
-          std::string workflow_id, std::string stage, std::string start_block, int max_draft_tokens, bool is_recorded,
-          bool is_reader, bool is_greedy) {
+          std::string workflow_id, std::string stage, int grammar_id, std::string start_block, bool is_structured,
+          std::string forced_tool, int max_draft_tokens, bool is_recorded, bool is_reader, bool is_greedy) {
   nb::gil_scoped_release release;
-  engine.Open(handle, Span(tokens),
-              {std::move(history_namespace), std::move(workflow_id), std::move(stage), std::move(start_block),
-               max_draft_tokens, is_recorded, is_reader, is_greedy});
+  engine.Open(
+      handle, Span(tokens),
+      {std::move(history_namespace), std::move(workflow_id), std::move(stage), grammar_id, std::move(start_block),
+       is_structured, std::move(forced_tool), max_draft_tokens, is_recorded, is_reader, is_greedy});
 }
 
 using Drafts = std::tuple<ArrayOut<int32_t>, ArrayOut<int32_t>, ArrayOut<float>, ArrayOut<float>, ArrayOut<int64_t>>;
@@ -116,10 +137,14 @@ NB_MODULE(_core, module) {
   module.def("allocate_by_redundancy", &Allocate, "scores"_a.noconvert(), "lengths"_a.noconvert(), "token_budget"_a);
   nb::exception<agentspec::ArchiveError>(module, "ArchiveError", PyExc_ValueError);
   nb::class_<Engine>(module, "Engine")
-      .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "num_speculative_tokens"_a,
-           "history_bytes"_a, "is_strict"_a)
+      .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "answer_starts"_a,
+           "num_speculative_tokens"_a, "history_bytes"_a, "is_strict"_a)
       .def("open", &Open, "handle"_a, "tokens"_a.noconvert(), "history_namespace"_a, "workflow_id"_a, "stage"_a,
-           "start_block"_a, "max_draft_tokens"_a, "is_recorded"_a, "is_reader"_a, "is_greedy"_a)
+           "grammar_id"_a, "start_block"_a, "is_structured"_a, "forced_tool"_a, "max_draft_tokens"_a, "is_recorded"_a,
+           "is_reader"_a, "is_greedy"_a)
+      .def("add_grammar", &AddGrammar, "rules"_a, "answer_starts"_a)
+      .def("remove_grammar", &Engine::RemoveGrammar, "id"_a, Unlocked())
+      .def("num_recoveries", &Engine::NumRecoveries, Unlocked())
       .def("step", &Step, "handles"_a.noconvert(), "positions"_a.noconvert(), "token_offsets"_a.noconvert(),
            "token_ids"_a.noconvert(), "num_draft_tokens"_a.noconvert(), "num_accepted_tokens"_a.noconvert(),
            "max_draft_tokens"_a.noconvert(), "token_budget"_a, "deadline_us"_a)

@@ -40,7 +40,7 @@ class Random {
 
 const std::vector<std::string> kPieces = {"x", "y", "<t>", "</t>", "|", "<", "/t>", "t>", "</t><t>", "||"};
 
-std::vector<BlockRule> Rules() { return {{"a", "<t>", "</t>", {"text", "c", "a"}}, {"c", "|", "|", {"text", "a"}}}; }
+Grammar Rules() { return {{{"a", {"<t>"}, {"</t>"}, {"text", "c", "a"}}, {"c", {"|"}, {"|"}, {"text", "a"}}}, {}}; }
 
 std::vector<int64_t> Offsets(const std::vector<std::string>& pieces) {
   std::vector<int64_t> offsets = {0};
@@ -299,14 +299,14 @@ void TestATextGoesOnInTheNextGeneration() {
 }
 
 void TestMarkersSplitInAnyWayGiveTheSamePath() {
-  Grammar grammar(Rules());
+  Grammar grammar = Rules();
   std::vector<std::string> bytes(256);
   for (int byte = 0; byte < 256; ++byte) bytes[static_cast<size_t>(byte)] = static_cast<char>(byte);
-  Vocabulary by_piece(Joined(kPieces), Offsets(kPieces), grammar), by_byte(Joined(bytes), Offsets(bytes), grammar);
+  Vocabulary by_piece(Joined(kPieces), Offsets(kPieces)), by_byte(Joined(bytes), Offsets(bytes));
   LabelTable labels;
   for (uint32_t seed = 0; seed < 100; ++seed) {
     Random random(seed);
-    BlockTracker whole(grammar, labels, "a/x/c"), split(grammar, labels, "a/x/c");
+    BlockTracker whole(by_piece, grammar, labels, {"a/x/c"}), split(by_byte, grammar, labels, {"a/x/c"});
     for (int i = 0; i < 200; ++i) {
       Token token = random.Below(10);
       whole.Advance(by_piece, grammar, labels, token);
@@ -317,15 +317,15 @@ void TestMarkersSplitInAnyWayGiveTheSamePath() {
 }
 
 void TestArbitraryBytesNeverEscapeTheTracker() {
-  Grammar grammar(Rules());
+  Grammar grammar = Rules();
   Random random(1);
   std::vector<std::string> pieces(1000);
   for (auto& piece : pieces)
     for (int i = random.Below(9); i > 0; --i)
       piece += static_cast<char>(random.OneOf<int>({random.Below(256), '<', '|'}));
-  Vocabulary vocabulary(Joined(pieces), Offsets(pieces), grammar);
+  Vocabulary vocabulary(Joined(pieces), Offsets(pieces));
   LabelTable labels;
-  BlockTracker tracker(grammar, labels, "");
+  BlockTracker tracker(vocabulary, grammar, labels, {});
   for (int i = 0; i < 20000; ++i) {
     tracker.Advance(vocabulary, grammar, labels, random.Below(1000));
     CHECK(!labels.Path(tracker.label()).empty());

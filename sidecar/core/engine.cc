@@ -40,11 +40,14 @@ uint16_t HashWorkflow(std::string_view workflow_id) {
 }  // namespace
 
 struct Engine::Request {
-  Request(const Engine& engine, LabelTable& labels, RequestOptions request_options, uint32_t request_writer)
+  Request(const Engine& engine, LabelTable& labels, std::span<const Token> prompt, RequestOptions request_options,
+          uint32_t request_writer)
       : options(std::move(request_options)),
         writer(request_writer),
         workflow(HashWorkflow(options.workflow_id)),
-        tracker(engine.grammar_, labels, options.start_block),
+        grammar(engine.grammars_.Find(options.grammar_id)),
+        tracker(engine.vocabulary_, *grammar, labels,
+                {options.start_block, prompt, options.is_structured, options.forced_tool}),
         own(engine.options_.is_strict) {}
 
   void AppendText(Token token, Label label, bool is_strict, bool starts_block = false) {
@@ -56,6 +59,7 @@ struct Engine::Request {
   RequestOptions options;
   uint32_t writer;
   uint16_t workflow;
+  std::shared_ptr<const Grammar> grammar;
   BlockTracker tracker;
   HashedText text;   // the prompt's end and the output
   ContextIndex own;  // of `text`
@@ -87,11 +91,11 @@ struct Engine::Group {
   size_t num_queries = 0;
 };
 
-Engine::Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_offsets, std::vector<BlockRule> rules,
+Engine::Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_offsets, Grammar grammar,
                EngineOptions options)
     : options_(options),
-      grammar_(std::move(rules)),
-      vocabulary_(std::move(vocabulary_bytes), std::move(vocabulary_offsets), grammar_),
+      vocabulary_(std::move(vocabulary_bytes), std::move(vocabulary_offsets)),
+      grammars_(std::move(grammar)),
       drafter_(options.weights, options.is_strict) {}
 
 Engine::~Engine() = default;
@@ -109,7 +113,7 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   if (options.max_draft_tokens < 0 || options.max_draft_tokens > kMaxDraftTokens)
     Refuse("max_draft_tokens: expected 0 to 64, got " + std::to_string(options.max_draft_tokens));
   std::unique_lock lock(mutex_);
-  auto request = std::make_unique<Request>(*this, labels_, options, next_writer_++);
+  auto request = std::make_unique<Request>(*this, labels_, prompt, options, next_writer_++);
   lock.unlock();  // nobody else knows the request yet, and a long prompt must not hold up a step
   for (Token token : prompt.subspan(prompt.size() - std::min(prompt.size(), kMaxPromptTokens)))
     request->AppendText(token, kPromptLabel, options_.is_strict);
@@ -300,7 +304,7 @@ void Engine::Ingest(Request& request, std::span<const Token> tokens) {
     request.AppendText(token, label, options_.is_strict, request.output.back() == kBlockStart);
     request.output.Push(token);
     request.output_label.push_back(label);
-    if (request.tracker.Advance(vocabulary_, grammar_, labels_, token)) {
+    if (request.tracker.Advance(vocabulary_, *request.grammar, labels_, token)) {
       request.output.Push(kBlockStart);
       request.output_label.push_back(request.tracker.label());
       request.stats = FindStats(request);
@@ -418,9 +422,27 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
     num_tokens += request.output[end++] != kBlockStart;
   while (end > 0 && request.output[end - 1] == kBlockStart) --end;  // no block follows an end
   if (reason != FinishReason::kError) Publish(request, end);
+  num_recoveries_ += request.tracker.num_recoveries();
   if (request.history) request.history->last_used_at = Clock::now();
   requests_.erase(found);
   ForgetOldest();
+}
+
+int Engine::AddGrammar(Grammar grammar) {
+  std::lock_guard lock(mutex_);
+  return grammars_.Add(std::move(grammar));
+}
+
+void Engine::RemoveGrammar(int id) {
+  std::lock_guard lock(mutex_);
+  grammars_.Remove(id);
+}
+
+uint64_t Engine::NumRecoveries() const {
+  std::lock_guard lock(mutex_);
+  uint64_t num_recoveries = num_recoveries_;
+  for (const auto& [handle, request] : requests_) num_recoveries += request->tracker.num_recoveries();
+  return num_recoveries;
 }
 
 std::string Engine::BlockPath(int64_t handle) const {

@@ -34,7 +34,10 @@ struct RequestOptions {
   std::string history_namespace;  // a wall: nothing is shared across it
   std::string workflow_id;
   std::string stage;
-  std::string start_block;  // block path at the first output token; empty: top level
+  int grammar_id = 0;          // see AddGrammar
+  std::string start_block;     // block path at the first output token; empty: read from prompt and request
+  bool is_structured = false;  // the output is bare JSON
+  std::string forced_tool;     // the tool that the output must call; empty: none
   int max_draft_tokens = kMaxDraftTokens;
   bool is_recorded = true;  // its output enters the history
   bool is_reader = true;    // it drafts from the history
@@ -85,8 +88,7 @@ struct BlockStats {
 // Thread-safe: every public call holds one lock.
 class Engine {
  public:
-  Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_offsets, std::vector<BlockRule> rules,
-         EngineOptions options);
+  Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_offsets, Grammar grammar, EngineOptions options);
   ~Engine();  // Request is complete in engine.cc only
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -97,6 +99,11 @@ class Engine {
   StepOutput Step(const StepInput& input);
   // An unknown handle is ignored. Throws std::invalid_argument, nothing changed: a token outside the vocabulary.
   void Close(int64_t handle, FinishReason reason, int64_t true_length, std::span<const Token> tail);
+
+  // The number of a grammar for RequestOptions; 0 is the constructor's. -1: with it, all of them would be too large.
+  int AddGrammar(Grammar grammar);
+  // Open requests keep it; later ones that name it take the constructor's.
+  void RemoveGrammar(int id);
 
   // All histories of a namespace and of those within it, as bytes. Steps go on meanwhile.
   std::string Export(const std::string& history_namespace) const;
@@ -113,6 +120,8 @@ class Engine {
   // Block path of the next output token of an open request. Throws std::invalid_argument: unknown handle.
   std::string BlockPath(int64_t handle) const;
   std::vector<BlockStats> Stats() const;
+  // Of all block trackers since the engine started.
+  uint64_t NumRecoveries() const;
   size_t NumOpenRequests() const;
   size_t MemoryBytes() const;
   size_t NumHistoryTokens() const;
@@ -144,9 +153,9 @@ class Engine {
   void ForgetOldest();
 
   EngineOptions options_;
-  Grammar grammar_;
   Vocabulary vocabulary_;
   mutable std::mutex mutex_;
+  GrammarTable grammars_;
   LabelTable labels_;
   Drafter drafter_;
   std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
@@ -154,9 +163,10 @@ class Engine {
   // By namespace, greedy or sampled; with the namespace.
   std::unordered_map<std::string, std::pair<std::string, std::shared_ptr<Calibration>>> calibrations_;
   std::unordered_map<std::string, BlockStats> stats_;
-  BlockStats discarded_stats_;  // of open requests whose namespace was deleted
-  size_t history_bytes_ = 0;    // of all histories
-  uint64_t clock_ = 0;          // counts steps and openings; orders histories by last use
+  BlockStats discarded_stats_;   // of open requests whose namespace was deleted
+  size_t history_bytes_ = 0;     // of all histories
+  uint64_t num_recoveries_ = 0;  // of closed requests' block trackers
+  uint64_t clock_ = 0;           // counts steps and openings; orders histories by last use
   uint32_t next_writer_ = 0;
 };
 

@@ -18,7 +18,7 @@ from agentspec.sidecar import _core
 from agentspec.sidecar._core import ArchiveError
 
 if TYPE_CHECKING:
-    from agentspec.sidecar.grammars import Grammar
+    from agentspec.sidecar.grammars import BlockRule, Grammar
     from agentspec.sidecar.tags import Tags
 
 __all__ = [
@@ -170,6 +170,11 @@ def _narrow(namespace: str, tag: str) -> str:
     return f"{namespace}/tag-{tag.replace('%', '%25').replace('/', '%2F')}" if tag else namespace
 
 
+def _rule_fields(rule: BlockRule) -> tuple[str, list[bytes], list[bytes], list[str], int, list[bytes]]:
+    anchor = ("anywhere", "line", "output").index(rule.anchor)
+    return rule.name, list(rule.starts), list(rule.ends), list(rule.parents), anchor, list(rule.name_marks)
+
+
 class Engine:
     """Block tracker, histories, drafter and budget of one model; thread-safe, and never holds the GIL while it works.
 
@@ -203,13 +208,32 @@ class Engine:
         self._core = _core.Engine(
             b"".join(vocabulary),
             offsets,
-            [(rule.name, rule.start, rule.end, list(rule.parents)) for rule in grammar.rules],
+            [_rule_fields(rule) for rule in grammar.rules],
+            list(grammar.answer_starts),
             num_speculative_tokens,
             history_bytes,
             is_strict,
         )
 
-    def open(self, handle: int, tokens: TokenIds, tags: Tags, sampling: Sampling, *, namespace: str = "") -> None:
+    def add_grammar(self, grammar: Grammar) -> int:
+        """Build a grammar for `open`; returns its number, or -1 if all of them together would exceed 8 MiB."""
+        return self._core.add_grammar([_rule_fields(rule) for rule in grammar.rules], list(grammar.answer_starts))
+
+    def remove_grammar(self, grammar_id: int) -> None:
+        """Forget a grammar: open requests keep it, later ones that name it take the engine's own."""
+        self._core.remove_grammar(grammar_id)
+
+    def open(
+        self,
+        handle: int,
+        tokens: TokenIds,
+        tags: Tags,
+        sampling: Sampling,
+        *,
+        namespace: str = "",
+        grammar_id: int = 0,
+        forced_tool: str = "",
+    ) -> None:
         """Make a request known, or bring a known one back to its prompt (idempotent resync).
 
         Args:
@@ -218,18 +242,22 @@ class Engine:
             tags: what the application says of the call.
             sampling: how the target model samples it.
             namespace: the tenant; nothing of a history ever crosses it. The tag's namespace narrows it further.
+            grammar_id: which grammar the output follows, see `add_grammar`; 0: the engine's own.
+            forced_tool: the tool that the output must call.
 
         Raises:
             ValueError: a token id is outside the vocabulary; the message names token, position and handle.
         """
-        block = tags.block or ("tool_call" if sampling.is_structured else "")
         self._core.open(
             handle,
             tokens,
             _narrow(namespace, tags.namespace),
             tags.workflow_id,
             tags.stage,
-            block,
+            grammar_id,
+            tags.block,
+            sampling.is_structured,
+            forced_tool,
             tags.max_draft_tokens if tags.speculate else 0,
             tags.history == "rw",
             tags.history != "off",
@@ -317,6 +345,10 @@ class Engine:
     def stats(self) -> list[BlockStats]:
         """Counts by namespace, workflow, stage and block path; at most 4,096 rows, the rest under block ``other``."""
         return [BlockStats(*row) for row in self._core.stats()]
+
+    def num_recoveries(self) -> int:
+        """Markers that did not fit the open blocks: the end of none, not of the innermost one, a start too deep."""
+        return self._core.num_recoveries()
 
     def num_open_requests(self) -> int:
         """Requests that were opened and not closed."""
