@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.trace_lab import token_call, trace_line, write_lines, write_tokenizer
+from tests.trace_lab import ids, step_of, token_call, trace_line, write_lines, write_tokenizer
 
 from agentspec.benchmarks.__main__ import main
 from agentspec.benchmarks.corpus import TokenCall
 from agentspec.benchmarks.cost_curves import CURVES, CostCurve, CostCurveError, find_curve
 from agentspec.benchmarks.experiment import equal_rejection
 from agentspec.benchmarks.figures import breakdown, flatten, summarise, tokens_at_rejection
-from agentspec.benchmarks.methods.interface import Drafts
+from agentspec.benchmarks.methods import METHODS
+from agentspec.benchmarks.methods.interface import Drafts, Setting
 from agentspec.benchmarks.replay import Piece, Queue, Replay, StepLog, cut_runs
 from agentspec.sidecar.engine import StepRequest, TokenIds
 
@@ -414,6 +416,42 @@ def test_history_makes_drafts_that_are_accepted(lab: Path) -> None:
 
     assert warm["cells"][0]["tokens_per_step"] > cold["cells"][0]["tokens_per_step"] > 1.5
     assert warm["cells"][1]["tokens_per_step"] == cold["cells"][1]["tokens_per_step"]
+
+
+def drafted_by(method: str, past: TokenCall | None, request: TokenCall, *, is_open: bool = False) -> list[int]:
+    """What a method drafts at the start of a request, after an earlier one that has ended or goes on."""
+    drafter = METHODS[method](Setting([b"%d " % token for token in range(50)], 4, None))
+    if past is not None:
+        drafter.open(0, past, ids(), is_recorded=True)
+        drafter.step(step_of(0))
+        drafter.step(step_of(0, past.output.tolist()))
+        if is_open:
+            drafter.step(replace(step_of(0), positions=ids(len(past.output))))
+        else:
+            drafter.close(0, ids(), 0, 0)
+    drafter.open(1, request, request.prompt_tokens(100), is_recorded=True)
+    drafted: list[int] = drafter.step(step_of(1)).token_ids.tolist()
+    return drafted
+
+
+@pytest.mark.parametrize(
+    ("method", "ended", "running", "other_workflow"),
+    [
+        ("agentspec", True, True, True),
+        ("untagged", True, True, True),
+        ("agentspec:no-live", True, False, True),
+        ("agentspec:no-wide", True, True, False),
+        ("agentspec:no-shared", False, False, False),
+    ],
+)
+def test_part_that_is_switched_off_brings_no_draft(
+    method: str, ended: bool, running: bool, other_workflow: bool
+) -> None:
+    past, request = token_call([1, 2, 3, 4]), token_call([1, 2, 3, 4], run_id="s")
+
+    assert ended == (drafted_by(method, past, request)[:2] == [1, 2])
+    assert running == (drafted_by(method, past, request, is_open=True)[:2] == [1, 2])
+    assert other_workflow == (drafted_by(method, replace(past, workflow="other"), request)[:2] == [1, 2])
 
 
 def test_runs_in_both_are_left_out_of_warm_and_counted(lab: Path) -> None:

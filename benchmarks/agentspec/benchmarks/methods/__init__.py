@@ -15,6 +15,9 @@ METHODS: Mapping[str, Callable[[Setting], Method]] = MappingProxyType(
     {
         "agentspec": AgentSpec,
         "agentspec:redundancy": AgentSpec,
+        "agentspec:no-shared": lambda setting: AgentSpec(setting, has_shared=False),
+        "agentspec:no-live": lambda setting: AgentSpec(setting, has_live=False),
+        "agentspec:no-wide": lambda setting: AgentSpec(setting, has_wide=False),
         "agentspec:strict": lambda setting: AgentSpec(setting, is_strict=True),
         "untagged": lambda setting: AgentSpec(setting, is_tagged=False),
         "ngram": lambda _setting: Ngram(),

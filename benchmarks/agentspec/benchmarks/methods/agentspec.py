@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 import numpy as np
@@ -10,7 +11,7 @@ from agentspec.benchmarks.corpus import TokenCall
 from agentspec.benchmarks.methods.interface import Drafts, Setting
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepRequest, TokenIds
 from agentspec.sidecar.grammars import CHAT
-from agentspec.sidecar.tags import UNTAGGED, Tags
+from agentspec.sidecar.tags import Tags
 
 _GREEDY = Sampling()
 _NO_TOKENS = np.empty(0, np.int32)
@@ -23,25 +24,44 @@ class AgentSpec:
         setting: see `Setting`.
         is_tagged: whether calls carry what the trace knows of them: workflow, node, agent, run.
         is_strict: see `Engine`.
+        has_shared: without it no request reads or writes a history.
+        has_live: without it an answer enters the history when it has ended, not while it is written.
+        has_wide: without it a stage's history is cut by workflow.
     """
 
-    def __init__(self, setting: Setting, *, is_tagged: bool = True, is_strict: bool = False) -> None:
-        self._setting = setting
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        is_tagged: bool = True,
+        is_strict: bool = False,
+        has_shared: bool = True,
+        has_live: bool = True,
+        has_wide: bool = True,
+    ) -> None:
         self._is_tagged = is_tagged
+        self._has_shared = has_shared
+        self._has_live = has_live
+        self._has_wide = has_wide
         self._engine = Engine(
             setting.vocabulary, CHAT, num_speculative_tokens=setting.num_speculative_tokens, is_strict=is_strict
         )
-        self._num_warm = 0
+        self._num_ended = 0
+        self._calls: dict[int, TokenCall] = {}  # of open requests
+        self._to_record: set[int] = set()  # requests whose answer enters the history at its end
 
     def warm(self, call: TokenCall) -> None:
         """A request without a prompt that ends at once."""
-        self._num_warm += 1
-        self._engine.open(-self._num_warm, _NO_TOKENS, self._tags(call, is_recorded=True), _GREEDY)
-        self._engine.close(-self._num_warm, FinishReason.STOP, len(call.output), call.output)
+        self._num_ended += 1
+        self._engine.open(-self._num_ended, _NO_TOKENS, self._tags(call, "rw"), _GREEDY)
+        self._engine.close(-self._num_ended, FinishReason.STOP, len(call.output), call.output)
 
     def open(self, handle: int, call: TokenCall, prompt: TokenIds, *, is_recorded: bool) -> None:
         """A piece that is not recorded may read the history."""
-        self._engine.open(handle, prompt, self._tags(call, is_recorded=is_recorded), _GREEDY)
+        self._calls[handle] = call
+        if is_recorded and not self._has_live:
+            self._to_record.add(handle)
+        self._engine.open(handle, prompt, self._tags(call, "rw" if is_recorded and self._has_live else "read"), _GREEDY)
 
     def step(self, request: StepRequest) -> Drafts:
         """One call of the engine."""
@@ -53,12 +73,17 @@ class AgentSpec:
     def close(self, handle: int, tail: TokenIds, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """The engine compares the tail with its own last draft."""
         del num_draft_tokens, num_accepted_tokens
-        self._engine.close(handle, FinishReason.STOP, np.iinfo(np.int64).max, tail)
+        call = self._calls.pop(handle)
+        self._engine.close(handle, FinishReason.STOP, len(call.output), tail)
+        if handle in self._to_record:
+            self._to_record.remove(handle)
+            self.warm(call)
 
-    def _tags(self, call: TokenCall, *, is_recorded: bool) -> Tags:
-        history: Literal["rw", "read"] = "rw" if is_recorded else "read"
+    def _tags(self, call: TokenCall, history: Literal["rw", "read"]) -> Tags:
+        access: Literal["rw", "read", "off"] = history if self._has_shared else "off"
         if not self._is_tagged:
-            return UNTAGGED if is_recorded else Tags(history=history)
+            return Tags(history=access)
+        stage = call.node if self._has_wide else hashlib.sha256(f"{call.workflow}/{call.node}".encode()).hexdigest()
         return Tags(
-            workflow_id=call.workflow, stage=call.node, agent_id=call.agent_id, query_id=call.run_id, history=history
+            workflow_id=call.workflow, stage=stage, agent_id=call.agent_id, query_id=call.run_id, history=access
         )
