@@ -20,6 +20,16 @@ def require_vllm() -> None:
         pytest.skip("vLLM is not installed")
 
 
+@pytest.fixture
+def numba(require_vllm: None) -> None:
+    """Let a test use vLLM's n-gram drafter; see `pytest_collection_modifyitems`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests with numba last: vLLM's CPU kernels can't be registered once its compiler, llvmlite, is loaded."""
+    items.sort(key=lambda item: "numba" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def model_path(require_vllm: None) -> str:
     """Folder of the small model; made the first time."""

@@ -148,7 +148,7 @@ def test_missing_vllm_leaves_the_ngram_cells_out(monkeypatch: pytest.MonkeyPatch
     assert {} == engine_bench._scans()
 
 
-@pytest.mark.usefixtures("require_vllm")
+@pytest.mark.usefixtures("numba")
 @pytest.mark.vllm
 def test_ngram_is_vllms_own_code_on_the_same_batch() -> None:
     batch = Batch([np.array([1, 2, 3, 4, 5, 6, 7, 1, 2], np.int32)], np.array([[3, 9, 9]], np.int32))

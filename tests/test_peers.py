@@ -67,7 +67,7 @@ def test_ngram_follows_its_definition(text: list[int], min_ngram: int, more: int
     assert expected == draft(text, min_ngram, min_ngram + more, length)
 
 
-@pytest.mark.usefixtures("require_vllm")
+@pytest.mark.usefixtures("numba")
 @pytest.mark.vllm
 def test_ngram_drafts_what_vllm_drafts() -> None:
     from vllm.v1.spec_decode import ngram_proposer  # noqa: PLC0415  # imports torch
