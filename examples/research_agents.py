@@ -26,7 +26,6 @@ from pydantic import Field, SecretStr, ValidationError
 from agentspec.middleware import AgentSpecMiddleware
 
 MAX_ROUNDS = 2
-MAX_CALLS = 1 + 3 * MAX_ROUNDS  # LLM calls of one agent
 MAX_TOKENS = 40
 PLANNER = "You are the planner of a research team. You answer with a numbered list of questions and nothing else."
 SEARCHER = "You are the searcher of a research team. You call search_library with a query of a few words and a kind."
@@ -55,11 +54,12 @@ def search_library(query: Annotated[str, Field(max_length=32)], kind: Literal["s
     return f"{kind} of {1990 + number % 35} with {20 + number % 400} cases"
 
 
-def build_graph(model: BaseChatModel) -> Graph:
+def build_graph(model: BaseChatModel, *, max_rounds: int = MAX_ROUNDS) -> Graph:
     """Compile the program, with every LLM call tagged for AgentSpec.
 
     Args:
         model: answers every stage; it must support forced tool calls.
+        max_rounds: times that each agent goes through search, write and review, >= 1.
     """
     caller = model.bind_tools([search_library], tool_choice="search_library", strict=True)
 
@@ -83,7 +83,7 @@ def build_graph(model: BaseChatModel) -> Graph:
         return {"review": await _ask(model, REVIEWER, task), "num_rounds": state["num_rounds"] + 1}
 
     def next_stage(state: Research) -> str:
-        return END if state["num_rounds"] >= MAX_ROUNDS or not state["review"] else "search"
+        return END if state["num_rounds"] >= max_rounds or not state["review"] else "search"
 
     builder = StateGraph(Research)
     builder.add_node("plan", plan)

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 from tests.openai_server import running_server
 
-from agentspec.benchmarks.agents import MAX_CALLS, build_graph, chat_model, research
+from agentspec.benchmarks.agents import MAX_ROUNDS, build_graph, chat_model, research
 from agentspec.benchmarks.calls import CallRecorder, RecordingError, read_call
 from agentspec.benchmarks.comparison import Verdict
 from agentspec.benchmarks.counters import BlockCounters, EngineCounters, Samples, block_counters, engine_counters
@@ -50,7 +50,7 @@ def test_every_agent_plans_once_and_then_loops() -> None:
         threads = Counter(tags.thread_id for tags in server.tags)
 
     assert {stage: 3 * count for stage, count in STAGES.items()} == stages
-    assert set(threads.values()) == {MAX_CALLS}
+    assert set(threads.values()) == {1 + 3 * MAX_ROUNDS}
     assert [result["topic"] for result in results] == list(TOPICS[:3])
 
 
@@ -72,6 +72,15 @@ def test_search_is_forced_to_call_its_tool_by_schema() -> None:
     assert len(searches) == STAGES["search"]
     assert all(body["tool_choice"]["function"]["name"] == "search_library" for body in searches)
     assert all(body["tools"][0]["function"]["strict"] for body in searches)
+
+
+def test_number_of_rounds_can_be_cut() -> None:
+    with running_server() as server:
+        asyncio.run(research(build_graph(chat_model(server.url, "m"), max_rounds=1), TOPICS[:1]))
+
+        stages = [tags.stage for tags in server.tags]
+
+    assert stages == list(STAGES)
 
 
 def test_no_prompt_of_the_warm_up_occurs_in_the_measured_batch() -> None:

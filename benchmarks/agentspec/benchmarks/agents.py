@@ -9,8 +9,8 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 try:
-    from research_agents import MAX_CALLS, build_graph, chat_model, research
+    from research_agents import MAX_ROUNDS, build_graph, chat_model, research
 except ModuleNotFoundError as missing:
     raise SystemExit(f"the demo runs from a clone of the project: {missing}, expected below {EXAMPLES}") from None
 
-__all__ = ["MAX_CALLS", "build_graph", "chat_model", "research"]
+__all__ = ["MAX_ROUNDS", "build_graph", "chat_model", "research"]

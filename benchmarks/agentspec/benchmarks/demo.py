@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from agentspec.benchmarks.agents import MAX_CALLS, build_graph, chat_model, research
+from agentspec.benchmarks.agents import MAX_ROUNDS, build_graph, chat_model, research
 from agentspec.benchmarks.calls import TOKEN_IDS_REQUEST, Call, CallRecorder, RecordingError
 from agentspec.benchmarks.comparison import Comparison, Divergence, compare_calls, judge
 from agentspec.benchmarks.counters import (
@@ -42,6 +42,7 @@ from agentspec.benchmarks.server import DECODINGS, SERVED_NAME, Decoding, Server
 from agentspec.benchmarks.topics import TOPICS
 
 NUM_SPECULATIVE_TOKENS = 8
+WARM_UP_ROUNDS = 1  # half a minute less for each server; plain decoding learns nothing from a warm-up
 _CALL_TIMEOUT_S = 300.0
 _TOP_LOGPROBS = 20
 _FAILURES = (ServerError, ModelError, RecordingError, openai.OpenAIError, httpx.HTTPError)
@@ -131,11 +132,11 @@ def _wait_until_ready(server: VllmServer, progress: Progress) -> None:
 
 def _measure(server: VllmServer, num_agents: int, progress: Progress) -> tuple[BatchResult, list[Call]]:
     middle = len(TOPICS) // 2
-    warm_up, _ = _run_batch(server, TOPICS[middle : middle + num_agents], "warm-up", progress)
+    warm_up, _ = _run_batch(server, TOPICS[middle : middle + num_agents], WARM_UP_ROUNDS, "warm-up", progress)
     before = engine_counters(read_samples(server.metrics_url))
     agentspec_url = server.agentspec_metrics_url
     blocks_before = read_samples(agentspec_url) if agentspec_url else {}
-    calls, seconds = _run_batch(server, TOPICS[:num_agents], "measured", progress)
+    calls, seconds = _run_batch(server, TOPICS[:num_agents], MAX_ROUNDS, "measured", progress)
     counters = settled_counters(server.metrics_url, before, len(calls))
     blocks_after = read_samples(agentspec_url) if agentspec_url else {}
     prompts = {call.prompt_token_ids for call in calls}
@@ -152,13 +153,15 @@ def _measure(server: VllmServer, num_agents: int, progress: Progress) -> tuple[B
     return result, calls
 
 
-def _run_batch(server: VllmServer, topics: Sequence[str], name: str, progress: Progress) -> tuple[list[Call], float]:
+def _run_batch(
+    server: VllmServer, topics: Sequence[str], max_rounds: int, name: str, progress: Progress
+) -> tuple[list[Call], float]:
     """Run one agent per topic, all at once; return their calls and the seconds from first start to last end."""
-    task = progress.add_task(f"{server.decoding}: {name} batch, calls", total=len(topics) * MAX_CALLS)
+    task = progress.add_task(f"{server.decoding}: {name} batch, calls", total=len(topics) * (1 + 3 * max_rounds))
     recorder = CallRecorder(lambda: progress.advance(task))
     start = time.perf_counter()
     try:
-        asyncio.run(_research(server.base_url, topics, recorder))
+        asyncio.run(_research(server.base_url, topics, max_rounds, recorder))
     except openai.OpenAIError:
         server.check_alive()  # its log says more than a broken connection
         raise
@@ -167,12 +170,12 @@ def _run_batch(server: VllmServer, topics: Sequence[str], name: str, progress: P
     return recorder.calls, seconds
 
 
-async def _research(base_url: str, topics: Sequence[str], recorder: CallRecorder) -> None:
+async def _research(base_url: str, topics: Sequence[str], max_rounds: int, recorder: CallRecorder) -> None:
     async with recorder.client(timeout_s=_CALL_TIMEOUT_S) as client:
         model = chat_model(
             base_url, SERVED_NAME, http_async_client=client, max_retries=0, extra_body=dict(TOKEN_IDS_REQUEST)
         )
-        await research(build_graph(model), topics)
+        await research(build_graph(model, max_rounds=max_rounds), topics)
 
 
 def _judge_all(

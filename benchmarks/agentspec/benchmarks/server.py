@@ -49,7 +49,7 @@ class ServerOptions:
     log_folder: Path
     max_num_seqs: int
     num_speculative_tokens: int
-    max_model_len: int = 2048
+    max_model_len: int = 1024
     start_deadline_s: float = 300.0
 
 
