@@ -91,6 +91,20 @@ def test_an_archive_of_another_vocabulary_is_refused(archive: bytes) -> None:
         Engine(VOCABULARY[::-1], CHAT).import_histories(archive)
 
 
+def test_an_imported_text_larger_than_the_memory_keeps_its_end() -> None:
+    source, small = Engine(VOCABULARY, CHAT), Engine(VOCABULARY, CHAT, history_bytes=1 << 17)
+    write(
+        source,
+        1,
+        "".join(chr(97 + place * place % 26) + chr(97 + place // 26 % 26) for place in range(8000)) + "the end",
+    )
+    small.import_histories(source.export_histories("n"))
+    small.check_integrity()
+
+    assert draft_after(small, "the ") == b"end"
+    assert small.memory_bytes() <= 1 << 17
+
+
 def test_a_deleted_namespace_never_drafts_again(engine: Engine, archive: bytes) -> None:
     engine.open(7, text("prompt"), Tags(stage="s"), Sampling(), namespace="n")
     engine.delete_namespace("n")

@@ -22,19 +22,19 @@ void Drafter::Gather(const Query& query) {
     Add(query, positions[i], begin);
 }
 
-bool Drafter::Add(const Query& query, Position position, int begin) {
+void Drafter::Add(const Query& query, Position position, int begin) {
   uint32_t page = position / ContextIndex::kPageTokens;
   const auto& header = query.index->Header(page);
   bool is_other_block = header.label != query.label && header.label != kPromptLabel;
-  if (is_strict_ && is_other_block) return false;
-  if (!query.is_own && header.writer == query.writer) return false;  // its own text votes as own evidence
-  if (num_candidates_ == kMaxCandidates) return false;
+  if (is_strict_ && is_other_block) return;
+  if (!query.is_own && header.writer == query.writer) return;  // its own text votes as own evidence
+  if (num_candidates_ == kMaxCandidates) return;
   const Token* text = query.index->PageText(page);
   const Token* next = text + position % ContextIndex::kPageTokens;
   for (int i = begin; i < num_candidates_; ++i)
-    if (candidates_[i].next == next) return false;
+    if (candidates_[i].next == next) return;
   int match_length = query.index->MatchLength(position, query.text, query.length);
-  if (match_length == 0) return false;  // two contexts with the same hash
+  if (match_length == 0) return;  // two contexts with the same hash
   float weight = match_weight_[match_length];
   if (query.is_own) {
     weight *= weights_.own;
@@ -44,17 +44,11 @@ bool Drafter::Add(const Query& query, Position position, int begin) {
   }
   candidates_[num_candidates_++] = {next,         text + header.fill, query.index, page,
                                     header.label, match_length,       weight,      query.is_own};
-  return true;
 }
 
 void Drafter::Advance(Candidate& candidate) const {
-  ++candidate.next;
-  SkipBlockStarts(candidate);
-}
-
-void Drafter::SkipBlockStarts(Candidate& candidate) const {
-  while (true) {
-    if (candidate.next == candidate.page_end) {
+  do {
+    if (++candidate.next == candidate.page_end) {
       uint32_t page = candidate.index->Header(candidate.page).next;
       if (page == ContextIndex::kNoPage || (is_strict_ && (candidate.index->Header(page).label != candidate.label ||
                                                            candidate.index->Header(page).starts_block))) {
@@ -65,13 +59,11 @@ void Drafter::SkipBlockStarts(Candidate& candidate) const {
       candidate.next = candidate.index->PageText(page);
       candidate.page_end = candidate.next + candidate.index->Header(page).fill;
     }
-    if (*candidate.next != kBlockStart) return;
-    if (is_strict_) {
+    if (is_strict_ && *candidate.next == kBlockStart) {
       candidate.next = nullptr;
       return;
     }
-    ++candidate.next;
-  }
+  } while (*candidate.next == kBlockStart);
 }
 
 Drafter::Winner Drafter::Poll() const {

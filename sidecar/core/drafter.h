@@ -75,9 +75,9 @@ class Drafter {
   };
   static constexpr int kMaxCandidates = 64;
 
-  bool Add(const Query& query, Position position, int begin);
+  void Add(const Query& query, Position position, int begin);
+  // To the candidate's next token past block starts; `next` is nullptr when there is none.
   void Advance(Candidate& candidate) const;
-  void SkipBlockStarts(Candidate& candidate) const;
   struct Winner {
     Token token;
     float weight;

@@ -140,19 +140,19 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
 }
 
 std::shared_ptr<History> Engine::FindHistory(const std::string& history_namespace, const std::string& stage) {
-  auto& history = histories_[Join({history_namespace, stage})];
+  std::string key = Join({history_namespace, stage});
+  auto history = histories_[key];  // a copy: ForgetOldest may drop the map's own
   if (!history) {
-    history = std::make_shared<History>(history_namespace, stage, options_.is_strict);
+    history = histories_[key] = std::make_shared<History>(history_namespace, stage, options_.is_strict);
     history_bytes_ += history->MemoryBytes();
   }
   history->last_used = clock_;
   history->last_used_at = Clock::now();
-  auto found = history;  // ForgetOldest may drop the map's own
   ForgetOldest();
-  if (history_bytes_ <= options_.history_bytes || found.use_count() > 2) return found;
+  if (history_bytes_ <= options_.history_bytes || history.use_count() > 2) return history;
   // Open requests hold all that is left, and it is empty: this one goes without a history.
-  history_bytes_ -= found->MemoryBytes();
-  histories_.erase(Join({history_namespace, stage}));
+  history_bytes_ -= history->MemoryBytes();
+  histories_.erase(key);
   return nullptr;
 }
 
@@ -251,7 +251,7 @@ StepOutput Engine::Step(const StepInput& input) {
         static_cast<int32_t>(std::partition_point(draft.survival.begin(), draft.survival.begin() + draft.length,
                                                   [&](float survival) { return survival >= options_.min_survival; }) -
                              draft.survival.begin());
-    output.redundancy[row] = rows[row]->draft.redundancy;
+    output.redundancy[row] = draft.redundancy;
   }
   AllocateByRedundancy(output.redundancy.data(), lengths.data(), num_rows, input.token_budget,
                        output.draft_lengths.data());
@@ -316,21 +316,21 @@ void Engine::Ingest(Request& request, std::span<const Token> tokens) {
 void Engine::Publish(Request& request, size_t end) {
   auto first = static_cast<size_t>(request.num_published);
   if (first >= end || !request.history || !request.options.is_recorded) return;
-  History& history = *request.history;
-  size_t bytes_before = history.MemoryBytes();
-  for (size_t i = first; i < end; ++i) {
-    history.Append(request.chain, request.output[i], request.output.Context(i, options_.is_strict),
-                   request.output_label[i], request.writer, request.workflow);
-    if (history.CurrentBytes() > options_.history_bytes / 2) history.Rotate();  // of a huge text the end stays
-  }
+  Store(*request.history, request.chain, request.output, {first, end}, request.output_label, request.writer,
+        request.workflow);
   request.num_published = static_cast<int64_t>(end);
-  history.last_used = clock_;
-  RotateIfFull(history);
-  history_bytes_ += history.MemoryBytes() - bytes_before;
+  request.history->last_used = clock_;
 }
 
-void Engine::RotateIfFull(History& history) const {
+void Engine::Store(History& history, History::Chain& chain, const HashedText& text, TokenRange range,
+                   const std::vector<Label>& labels, uint32_t writer, uint16_t workflow) {
+  size_t bytes_before = history.MemoryBytes();
+  for (size_t i = range.begin; i < range.end; ++i) {
+    history.Append(chain, text[i], text.Context(i, options_.is_strict), labels[i], writer, workflow);
+    if (history.CurrentBytes() > options_.history_bytes / 2) history.Rotate();  // of a huge text the end stays
+  }
   if (history.CurrentBytes() > options_.history_bytes / kGenerationsPerQuota) history.Rotate();
+  history_bytes_ += history.MemoryBytes() - bytes_before;
 }
 
 void Engine::ForgetOldest() {
@@ -494,7 +494,7 @@ size_t Engine::Import(std::string_view archive) {
       std::lock_guard lock(mutex_);  // of one text, so that steps go on between two
       auto history = FindHistory(archived.history_namespace, archived.stage);
       if (!history) continue;
-      AppendArchived(*history, text);
+      StoreArchived(*history, text);
       num_tokens += text.tokens.size();
       history.reset();
       ForgetOldest();
@@ -503,20 +503,18 @@ size_t Engine::Import(std::string_view archive) {
   return num_tokens;
 }
 
-void Engine::AppendArchived(History& history, const ArchivedText& text) {
-  size_t bytes_before = history.MemoryBytes();
-  HashedText hashed;
-  History::Chain chain;
-  uint32_t writer = next_writer_++;
-  auto path = text.paths.begin();
+void Engine::StoreArchived(History& history, const ArchivedText& archived) {
+  HashedText text;
+  std::vector<Label> labels;
+  auto path = archived.paths.begin();
   Label label = labels_.Find(*path);
-  for (Token token : text.tokens) {
+  for (Token token : archived.tokens) {
     if (token == kBlockStart) label = labels_.Find(*++path);
-    history.Append(chain, token, hashed.Context(hashed.size(), options_.is_strict), label, writer, text.workflow);
-    hashed.Push(token);
+    text.Push(token);
+    labels.push_back(label);
   }
-  RotateIfFull(history);
-  history_bytes_ += history.MemoryBytes() - bytes_before;
+  History::Chain chain;
+  Store(history, chain, text, {0, text.size()}, labels, next_writer_++, archived.workflow);
 }
 
 size_t Engine::DeleteNamespace(const std::string& history_namespace) {

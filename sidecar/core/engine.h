@@ -136,8 +136,7 @@ class Engine {
   void CheckStep(const StepInput& input) const;
   std::shared_ptr<History> FindHistory(const std::string& history_namespace, const std::string& stage);
   ArchivedText ReadText(const ContextIndex& index, uint32_t page) const;
-  void AppendArchived(History& history, const ArchivedText& text);
-  void RotateIfFull(History& history) const;
+  void StoreArchived(History& history, const ArchivedText& archived);
   std::shared_ptr<Calibration> FindCalibration(const RequestOptions& options);
   BlockStats* FindStats(const Request& request);
   // The request of each row; nullptr where the engine does not know it at the row's position.
@@ -148,6 +147,12 @@ class Engine {
   void Ingest(Request& request, std::span<const Token> tokens);
   // Files the first `end` tokens of the request's output; they can't be taken back.
   void Publish(Request& request, size_t end);
+  struct TokenRange {
+    size_t begin, end;
+  };
+  // Appends a range of `text`, whose tokens have the block paths `labels`, to a history within the quota.
+  void Store(History& history, History::Chain& chain, const HashedText& text, TokenRange range,
+             const std::vector<Label>& labels, uint32_t writer, uint16_t workflow);
   void DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline);
   void AddQueries(Request& request, Group& group);
   void ForgetOldest();
