@@ -240,6 +240,20 @@ def test_policy_off_never_drafts_and_still_feeds_the_histories(lab: Lab, plain: 
     assert engine.num_history_tokens() >= 4 * MAX_TOKENS
 
 
+def test_every_step_says_how_long_the_last_one_took_and_what_was_in_it(lab: Lab, spy: SpyClient) -> None:
+    run_four(lab)
+    first, *later = spy.steps
+
+    assert first.timing is not None
+    assert first.timing.num_prefill_tokens > 0
+    for before, step in zip(spy.steps, later, strict=False):
+        assert step.timing is not None
+        assert step.timing.duration_ms > 0
+        assert step.timing.num_decode_rows == before.num_decode_rows
+        assert step.timing.num_draft_tokens == step.num_draft_tokens.sum()
+        assert step.timing.num_context_tokens >= before.num_context_tokens
+
+
 def test_verdicts_are_those_that_vllm_counts(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted, accepted = [], []
     original = lab.scheduler.update_from_output

@@ -17,7 +17,7 @@ import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
+from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, StepTiming, TokenIds
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, read_options
 from agentspec.sidecar.tags import UNTAGGED, Tags, TagsError, decode_tags
@@ -25,6 +25,7 @@ from agentspec.sidecar.telemetry import MetricsServer, serve_metrics
 
 from .client import DraftClient, EmbeddedClient, Fallbacks, GuardedClient
 from .compat import probe, read_vocabulary, register, skip_rejection_without_drafts
+from .cost_model import StepTimer
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
@@ -98,11 +99,14 @@ class AgentSpecScheduler(Scheduler):
         self._step: StepRequest | None = None  # handed over and not collected
         self._step_rows: list[_Row] = []
         self._num_steps_to_skip = 0
+        self._timer = StepTimer()
+        self._timing: StepTiming | None = None  # of the last step that ran
         self._switch_padding_off()
         self._log_start()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Open the requests that start now, so that their prompts are indexed while the model runs."""
+        self._timer.start()
         output = super().schedule(throttle_prefills)
         with self._fail_open():
             for new in output.scheduled_new_reqs:
@@ -112,6 +116,9 @@ class AgentSpecScheduler(Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Hand over what the step brought."""
         with self._fail_open():
+            self._timing = self._timer.finish(
+                scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens, self.requests
+            )
             self._count_verdicts(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._step = None
@@ -271,6 +278,8 @@ class AgentSpecScheduler(Scheduler):
             num_decode_rows=len(rows),
             num_prefill_tokens=num_prefill_tokens,
             token_budget=budget,
+            num_context_tokens=sum(row.request.num_tokens for row in rows),
+            timing=self._timing,
         )
 
     def _free_tokens(self, num_scheduled_tokens: int) -> int:

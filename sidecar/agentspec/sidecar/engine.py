@@ -29,6 +29,7 @@ __all__ = [
     "Sampling",
     "StepDrafts",
     "StepRequest",
+    "StepTiming",
     "TokenIds",
     "allocate_by_redundancy",
 ]
@@ -62,6 +63,29 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTiming:
+    """What one verification step of the target model was made of, and how long it took.
+
+    Attributes:
+        duration_ms: from the start of scheduling to the end of sampling; drafting is not part of it.
+        num_decode_rows: rows that got one token and their drafts.
+        num_draft_tokens: draft tokens verified, of all rows.
+        num_draft_rows: rows that verified at least one.
+        num_prefill_tokens: prompt tokens computed.
+        num_sampled_rows: decode rows at a temperature above 0.
+        num_context_tokens: tokens that the decode rows attended to, summed over the rows.
+    """
+
+    duration_ms: float
+    num_decode_rows: int
+    num_draft_tokens: int = 0
+    num_draft_rows: int = 0
+    num_prefill_tokens: int = 0
+    num_sampled_rows: int = 0
+    num_context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepRequest:
     """What became known since the last verification step, for every running row of the batch.
 
@@ -80,7 +104,11 @@ class StepRequest:
             int32, shape (num_rows,).
         num_decode_rows: b, rows that decode in the next step, with or without a draft.
         num_prefill_tokens: p, prompt tokens that the next step is expected to compute beside them.
-        token_budget: draft tokens that the whole batch may verify in the next step, >= 0.
+        token_budget: draft tokens that the whole batch may verify in the next step, >= 0; a limit, not a goal.
+        num_context_tokens: tokens that the decode rows attend to in the next step, summed over the rows; 0: unknown.
+        timing: the last step that the target model has finished; None: not measured.
+        client_id: which of several engines of the target model steps, as a draft server numbers them; each
+            has a machine and a load of its own.
     """
 
     step_id: int
@@ -94,6 +122,9 @@ class StepRequest:
     num_decode_rows: int
     num_prefill_tokens: int
     token_budget: int
+    num_context_tokens: int = 0
+    timing: StepTiming | None = None
+    client_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
