@@ -13,7 +13,17 @@ import numpy as np
 from tests.reference_calibration import Evidence, ReferenceCalibration, evidence_of
 from tests.reference_tracker import ReferenceTracker
 
-from agentspec.sidecar.engine import BlockStats, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
+from agentspec.sidecar.engine import (
+    ALL_PARTS,
+    MIN_SURVIVAL,
+    BlockStats,
+    FinishReason,
+    Parts,
+    Sampling,
+    StepDrafts,
+    StepRequest,
+    TokenIds,
+)
 from agentspec.sidecar.grammars import Grammar
 from agentspec.sidecar.tags import Tags
 
@@ -28,7 +38,7 @@ PROMPT_BLOCK = "<prompt>"
 # One float32 operation at a time, in the order that the headers give, so that ties fall alike.
 F32 = np.float32
 OWN, OTHER_WORKFLOW, OTHER_BLOCK = F32(2.0), F32(0.14), F32(0.37)
-ESCAPE, SUPPORT_HALF, MIN_SURVIVAL, MIN_LEARNED_SURVIVAL = F32(0.6), F32(4.0), F32(0.1), F32(0.02)
+ESCAPE, SUPPORT_HALF, MIN_LEARNED_SURVIVAL = F32(0.6), F32(4.0), F32(0.02)
 NO_REDUNDANCY = F32(0)
 MATCH_WEIGHT = [F32(math.exp(2.0 * min(length, 24))) for length in range(MAX_CONTEXT + 1)]
 
@@ -201,7 +211,7 @@ class Draft:
     evidence: list[Evidence] = field(default_factory=list)
 
 
-def vote(candidates: list[Candidate], max_length: int, calibration: ReferenceCalibration) -> Draft:
+def vote(candidates: list[Candidate], max_length: int, calibration: ReferenceCalibration, min_survival: float) -> Draft:
     """Let candidates vote for the next token, again and again."""
     draft = Draft()
     predicted = survival = F32(1)
@@ -228,7 +238,7 @@ def vote(candidates: list[Candidate], max_length: int, calibration: ReferenceCal
         if depth == 0:
             support = F32(len(voters[winner]))
             draft.redundancy = consensus * support / (support + SUPPORT_HALF)
-        if survival < MIN_LEARNED_SURVIVAL:
+        if survival < min(MIN_LEARNED_SURVIVAL, F32(min_survival)):
             break
         draft.tokens.append(winner)
         draft.survival.append(survival)
@@ -239,13 +249,15 @@ def vote(candidates: list[Candidate], max_length: int, calibration: ReferenceCal
 
 
 class ReferenceRequest:
-    def __init__(self, writer: int, tags: Tags, tracker: ReferenceTracker, *, is_strict: bool) -> None:
+    def __init__(
+        self, writer: int, tags: Tags, tracker: ReferenceTracker, *, is_strict: bool, has_block_starts: bool
+    ) -> None:
         self.tags = tags
         self.tracker = tracker
         self.own = ReferenceIndex(is_strict=is_strict)
         self.text = Text(writer, tags.workflow_id)
-        self.output = [BLOCK_START]
-        self.output_blocks = [self.tracker.path]
+        self.output = [BLOCK_START] * has_block_starts
+        self.output_blocks = [self.tracker.path] * has_block_starts
         self.stored = Text(writer, tags.workflow_id)
         self.num_output = 0
         self.stats_block = self.tracker.path
@@ -264,7 +276,11 @@ class ReferenceEngine:
         *,
         num_speculative_tokens: int = 16,
         is_strict: bool = False,
+        min_survival: float = MIN_SURVIVAL,
+        parts: Parts = ALL_PARTS,
     ) -> None:
+        self.min_survival = min_survival
+        self.parts = parts
         self.vocabulary = vocabulary
         self.grammar = grammar
         self.num_speculative_tokens = num_speculative_tokens
@@ -279,7 +295,9 @@ class ReferenceEngine:
     def open(self, handle: int, tokens: TokenIds, tags: Tags, sampling: Sampling, *, namespace: str = "") -> None:
         prompt = b"".join(self.vocabulary[token] for token in tokens.tolist())
         tracker = ReferenceTracker(self.grammar, tags.block, prompt, is_structured=sampling.is_structured)
-        request = ReferenceRequest(self.num_opened, tags, tracker, is_strict=self.is_strict)
+        request = ReferenceRequest(
+            self.num_opened, tags, tracker, is_strict=self.is_strict, has_block_starts=self.parts.block_starts
+        )
         self.num_opened += 1
         for token in tokens[-MAX_PROMPT_TOKENS:].tolist():
             request.own.append(request.text, token, PROMPT_BLOCK)
@@ -309,7 +327,7 @@ class ReferenceEngine:
         drafts = {row: self._draft(int(request.handles[row]), rooms[row]) for row in known if request.token_budget}
         rows = [drafts.get(row, Draft()) for row in range(len(rooms))]
         redundancy = [float(draft.redundancy) for draft in rows]
-        likely = [sum(bool(survival >= MIN_SURVIVAL) for survival in draft.survival) for draft in rows]
+        likely = [sum(bool(survival >= F32(self.min_survival)) for survival in draft.survival) for draft in rows]
         lengths = allocate_by_redundancy(redundancy, likely, request.token_budget)
         for draft, length in zip(rows, lengths, strict=True):
             draft.tokens, draft.survival = draft.tokens[:length], draft.survival[:length]
@@ -352,7 +370,7 @@ class ReferenceEngine:
             state.own.append(state.text, token, block)
             state.output.append(token)
             state.output_blocks.append(block)
-            if state.tracker.advance(self.vocabulary[token]):
+            if state.tracker.advance(self.vocabulary[token]) and self.parts.block_starts:
                 state.output.append(BLOCK_START)
                 state.output_blocks.append(state.tracker.path)
         state.num_output += len(tokens)
@@ -385,11 +403,13 @@ class ReferenceEngine:
         state = self.requests[handle]
         tags = state.tags
         length = min(self.num_speculative_tokens, room, tags.max_draft_tokens if tags.speculate else 0)
-        candidates = self._candidates(state, state.own, state.text.tokens, is_own=True)
+        candidates: list[Candidate] = []
+        if self.parts.own:
+            candidates += self._candidates(state, state.own, state.text.tokens, is_own=True)
         if tags.history != "off":
             candidates += self._candidates(state, self.histories[self.keys[handle]], state.output, is_own=False)
-        state.draft = vote(candidates, length, self.calibration)
-        if not state.shadow.tokens and length:
+        state.draft = vote(candidates, length, self.calibration, self.min_survival)
+        if not state.shadow.tokens and length and self.parts.calibration:
             state.shadow, state.num_agreed = copy.deepcopy(state.draft), 0
         return state.draft
 

@@ -442,6 +442,9 @@ def drafted_by(method: str, past: TokenCall | None, request: TokenCall, *, is_op
         ("agentspec:no-live", True, False, True),
         ("agentspec:no-wide", True, True, False),
         ("agentspec:no-shared", False, False, False),
+        ("agentspec:no-block-start", False, False, False),
+        ("agentspec:no-own", True, True, True),
+        ("agentspec:no-calibration", True, True, True),
     ],
 )
 def test_part_that_is_switched_off_brings_no_draft(

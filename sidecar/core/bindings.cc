@@ -53,11 +53,17 @@ agentspec::Grammar BuildGrammar(const std::vector<Rule>& rules, const Markers& a
 
 void Construct(agentspec::Engine* engine, const nb::bytes& vocabulary, const ArrayIn<int64_t>& offsets,
                const std::vector<Rule>& rules, const Markers& answer_starts, int num_speculative_tokens,
-               size_t history_bytes, bool is_strict) {
+               size_t history_bytes, bool is_strict, float min_survival, bool has_own, bool has_block_starts,
+               bool has_calibration) {
   agentspec::EngineOptions options;
   options.num_speculative_tokens = num_speculative_tokens;
   options.history_bytes = history_bytes;
   options.is_strict = is_strict;
+  options.min_survival = min_survival;
+  options.weights.min_survival = std::min(options.weights.min_survival, min_survival);
+  options.has_own = has_own;
+  options.has_block_starts = has_block_starts;
+  options.has_calibration = has_calibration;
   new (engine) agentspec::Engine(String(vocabulary), {offsets.data(), offsets.data() + offsets.size()},
                                  BuildGrammar(rules, answer_starts), options);
 }
@@ -138,7 +144,8 @@ NB_MODULE(_core, module) {
   nb::exception<agentspec::ArchiveError>(module, "ArchiveError", PyExc_ValueError);
   nb::class_<Engine>(module, "Engine")
       .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "answer_starts"_a,
-           "num_speculative_tokens"_a, "history_bytes"_a, "is_strict"_a)
+           "num_speculative_tokens"_a, "history_bytes"_a, "is_strict"_a, "min_survival"_a, "has_own"_a,
+           "has_block_starts"_a, "has_calibration"_a)
       .def("open", &Open, "handle"_a, "tokens"_a.noconvert(), "history_namespace"_a, "workflow_id"_a, "stage"_a,
            "grammar_id"_a, "start_block"_a, "is_structured"_a, "forced_tool"_a, "max_draft_tokens"_a, "is_recorded"_a,
            "is_reader"_a, "is_greedy"_a)

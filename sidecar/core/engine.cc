@@ -4,6 +4,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 namespace agentspec {
 
@@ -55,6 +56,12 @@ struct Engine::Request {
     text.Push(token);
   }
   void CompareShadow(Token token);
+  void StartBlock(bool is_marked) {
+    starts_block = true;
+    if (!is_marked) return;
+    output.Push(kBlockStart);
+    output_label.push_back(tracker.label());
+  }
 
   RequestOptions options;
   uint32_t writer;
@@ -65,6 +72,7 @@ struct Engine::Request {
   ContextIndex own;  // of `text`
   uint32_t own_page = ContextIndex::kNoPage;
   HashedText output;                // with kBlockStart at each block's start
+  bool starts_block = false;        // the next output token does
   std::vector<Label> output_label;  // of each token in `output`
   uint64_t last_step = 0;           // clock of the engine at its last step
   int64_t num_output = 0;           // output tokens taken in
@@ -117,8 +125,7 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   lock.unlock();  // nobody else knows the request yet, and a long prompt must not hold up a step
   for (Token token : prompt.subspan(prompt.size() - std::min(prompt.size(), kMaxPromptTokens)))
     request->AppendText(token, kPromptLabel, options_.is_strict);
-  request->output.Push(kBlockStart);
-  request->output_label.push_back(request->tracker.label());
+  request->StartBlock(options_.has_block_starts);
   lock.lock();
   ++clock_;
   request->history = options.is_reader ? FindHistory(options.history_namespace, options.stage) : nullptr;
@@ -301,12 +308,11 @@ void Engine::Ingest(Request& request, std::span<const Token> tokens) {
   for (Token token : tokens) {
     request.CompareShadow(token);
     Label label = request.tracker.label();
-    request.AppendText(token, label, options_.is_strict, request.output.back() == kBlockStart);
+    request.AppendText(token, label, options_.is_strict, std::exchange(request.starts_block, false));
     request.output.Push(token);
     request.output_label.push_back(label);
     if (request.tracker.Advance(vocabulary_, *request.grammar, labels_, token)) {
-      request.output.Push(kBlockStart);
-      request.output_label.push_back(request.tracker.label());
+      request.StartBlock(options_.has_block_starts);
       request.stats = FindStats(request);
     }
   }
@@ -373,7 +379,7 @@ void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, C
       for (size_t j = 0; j < member.num_queries; ++j) drafter_.Gather(group.queries[member.first_query + j]);
       Request& request = *member.request;
       drafter_.Vote(room[i], *request.calibration, request.draft);
-      if (request.shadow.length == 0) {
+      if (options_.has_calibration && request.shadow.length == 0) {
         request.shadow = request.draft;
         request.shadow_accepted = 0;
       }
@@ -391,7 +397,7 @@ void Engine::AddQueries(Request& request, Group& group) {
                                           label, request.writer, request.workflow, is_own};
     ++member.num_queries;
   };
-  add(&request.own, &member.text_context, request.text, true);
+  if (options_.has_own) add(&request.own, &member.text_context, request.text, true);
   if (!request.history) return;
   request.history->last_used = clock_;
   add(request.history->current(), &member.output_context, request.output, false);

@@ -26,6 +26,10 @@ struct EngineOptions {
   size_t history_bytes = size_t{1} << 30;
   bool is_strict = false;
   float min_survival = 0.1f;  // draft tokens that would survive with less are not verified
+  // Parts that a benchmark switches off to learn what each is worth.
+  bool has_own = true;           // a request's own text votes
+  bool has_block_starts = true;  // texts are marked where a block begins, so that drafts begin there too
+  bool has_calibration = true;
   DraftWeights weights;
 };
 

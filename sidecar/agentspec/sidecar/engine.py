@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from agentspec.sidecar.tags import Tags
 
 __all__ = [
+    "ALL_PARTS",
     "ArchiveError",
     "BlockStats",
     "Engine",
     "FinishReason",
+    "Parts",
     "Sampling",
     "StepDrafts",
     "StepRequest",
@@ -37,6 +39,7 @@ __all__ = [
 TokenIds = NDArray[np.int32]
 
 MAX_SPECULATIVE_TOKENS = 64
+MIN_SURVIVAL = 0.1
 GREEDY_TEMPERATURE = 1e-5  # below it vLLM takes the most probable token
 
 
@@ -174,6 +177,24 @@ class BlockStats:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of an engine that a benchmark switches off one by one.
+
+    Attributes:
+        own: a request's own prompt and output vote.
+        block_starts: texts are marked where a block begins, so that drafts begin there too.
+        calibration: the vote's probabilities are corrected by what requests went on to write.
+    """
+
+    own: bool = True
+    block_starts: bool = True
+    calibration: bool = True
+
+
+ALL_PARTS = Parts()
+
+
 def allocate_by_redundancy(
     scores: NDArray[np.float32], lengths: NDArray[np.int32], token_budget: int
 ) -> NDArray[np.int32]:
@@ -216,6 +237,8 @@ class Engine:
         history_bytes: memory of all histories together, > 0; the oldest text is forgotten first.
         is_strict: draft only from text of the same block path and never across a block's end (the paper's isolation);
             otherwise the block path is a label that weighs in the vote.
+        min_survival: draft tokens that would survive with less are not verified, in [0, 1].
+        parts: switches of single parts, for measuring what each is worth.
 
     Raises:
         ValueError: an argument is out of its range; the message names it.
@@ -229,7 +252,11 @@ class Engine:
         num_speculative_tokens: int = 16,
         history_bytes: int = 1 << 30,
         is_strict: bool = False,
+        min_survival: float = MIN_SURVIVAL,
+        parts: Parts = ALL_PARTS,
     ) -> None:
+        if not 0 <= min_survival <= 1:
+            raise ValueError(f"min_survival: expected 0 to 1, got {min_survival}")
         if not 1 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ValueError(f"num_speculative_tokens: expected 1 to 64, got {num_speculative_tokens}")
         if history_bytes <= 0:
@@ -244,6 +271,10 @@ class Engine:
             num_speculative_tokens,
             history_bytes,
             is_strict,
+            min_survival,
+            parts.own,
+            parts.block_starts,
+            parts.calibration,
         )
 
     def add_grammar(self, grammar: Grammar) -> int:

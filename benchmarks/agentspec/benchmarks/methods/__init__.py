@@ -10,11 +10,15 @@ from agentspec.benchmarks.methods.arctic import Arctic
 from agentspec.benchmarks.methods.gpu_suffix import GpuSuffix
 from agentspec.benchmarks.methods.interface import Method, Setting
 from agentspec.benchmarks.methods.ngram import Ngram
+from agentspec.sidecar.engine import Parts
 
 METHODS: Mapping[str, Callable[[Setting], Method]] = MappingProxyType(
     {
         "agentspec": AgentSpec,
         "agentspec:redundancy": AgentSpec,
+        "agentspec:no-own": lambda setting: AgentSpec(setting, parts=Parts(own=False)),
+        "agentspec:no-block-start": lambda setting: AgentSpec(setting, parts=Parts(block_starts=False)),
+        "agentspec:no-calibration": lambda setting: AgentSpec(setting, parts=Parts(calibration=False)),
         "agentspec:no-shared": lambda setting: AgentSpec(setting, has_shared=False),
         "agentspec:no-live": lambda setting: AgentSpec(setting, has_live=False),
         "agentspec:no-wide": lambda setting: AgentSpec(setting, has_wide=False),

@@ -9,11 +9,21 @@ import numpy as np
 
 from agentspec.benchmarks.corpus import TokenCall
 from agentspec.benchmarks.methods.interface import Drafts, Setting
-from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepRequest, TokenIds
+from agentspec.sidecar.engine import (
+    ALL_PARTS,
+    MIN_SURVIVAL,
+    Engine,
+    FinishReason,
+    Parts,
+    Sampling,
+    StepRequest,
+    TokenIds,
+)
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.tags import Tags
 
 _GREEDY = Sampling()
+_SWEEP_MIN_SURVIVAL = 0.01  # a sweep's threshold cuts the drafts, not the engine
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -27,6 +37,7 @@ class AgentSpec:
         has_shared: without it no request reads or writes a history.
         has_live: without it an answer enters the history when it has ended, not while it is written.
         has_wide: without it a stage's history is cut by workflow.
+        parts: see `Engine`.
     """
 
     def __init__(
@@ -38,13 +49,19 @@ class AgentSpec:
         has_shared: bool = True,
         has_live: bool = True,
         has_wide: bool = True,
+        parts: Parts = ALL_PARTS,
     ) -> None:
         self._is_tagged = is_tagged
         self._has_shared = has_shared
         self._has_live = has_live
         self._has_wide = has_wide
         self._engine = Engine(
-            setting.vocabulary, CHAT, num_speculative_tokens=setting.num_speculative_tokens, is_strict=is_strict
+            setting.vocabulary,
+            CHAT,
+            num_speculative_tokens=setting.num_speculative_tokens,
+            is_strict=is_strict,
+            min_survival=_SWEEP_MIN_SURVIVAL if setting.curve is None else MIN_SURVIVAL,
+            parts=parts,
         )
         self._num_ended = 0
         self._calls: dict[int, TokenCall] = {}  # of open requests
