@@ -33,7 +33,8 @@ MAX_CONTEXT = 32
 MAX_PROMPT_TOKENS = 8192
 MIN_CANDIDATES = 4
 BLOCK_START = -1
-PROMPT_BLOCK = "<prompt>"
+PROMPT_BLOCK, PROMPT_TAIL_BLOCK = "<prompt>", "<prompt tail>"
+MAX_PROMPT_TAIL_TOKENS = 15
 
 # One float32 operation at a time, in the order that the headers give, so that ties fall alike.
 F32 = np.float32
@@ -165,7 +166,7 @@ class ReferenceIndex:
     def append(self, text: Text, token: int, block: str) -> None:
         text.tokens.append(token)
         text.blocks.append(block)
-        if token != BLOCK_START:
+        if token != BLOCK_START and block != PROMPT_TAIL_BLOCK:
             self._file(Place(text, len(text.tokens) - 1), 0)
 
     def _file(self, place: Place, order: int) -> None:
@@ -250,14 +251,21 @@ def vote(candidates: list[Candidate], max_length: int, calibration: ReferenceCal
 
 class ReferenceRequest:
     def __init__(
-        self, writer: int, tags: Tags, tracker: ReferenceTracker, *, is_strict: bool, has_block_starts: bool
+        self,
+        writer: int,
+        tags: Tags,
+        tracker: ReferenceTracker,
+        prompt_tail: list[int],
+        *,
+        is_strict: bool,
+        has_block_starts: bool,
     ) -> None:
         self.tags = tags
         self.tracker = tracker
         self.own = ReferenceIndex(is_strict=is_strict)
         self.text = Text(writer, tags.workflow_id)
-        self.output = [BLOCK_START] * has_block_starts
-        self.output_blocks = [self.tracker.path] * has_block_starts
+        self.output = prompt_tail + [BLOCK_START] * has_block_starts
+        self.output_blocks = [PROMPT_TAIL_BLOCK] * len(prompt_tail) + [self.tracker.path] * has_block_starts
         self.stored = Text(writer, tags.workflow_id)
         self.num_output = 0
         self.stats_block = self.tracker.path
@@ -296,7 +304,12 @@ class ReferenceEngine:
         prompt = b"".join(self.vocabulary[token] for token in tokens.tolist())
         tracker = ReferenceTracker(self.grammar, tags.block, prompt, is_structured=sampling.is_structured)
         request = ReferenceRequest(
-            self.num_opened, tags, tracker, is_strict=self.is_strict, has_block_starts=self.parts.block_starts
+            self.num_opened,
+            tags,
+            tracker,
+            [] if self.is_strict else tokens[-MAX_PROMPT_TAIL_TOKENS:].tolist(),
+            is_strict=self.is_strict,
+            has_block_starts=self.parts.block_starts,
         )
         self.num_opened += 1
         for token in tokens[-MAX_PROMPT_TOKENS:].tolist():
@@ -352,7 +365,11 @@ class ReferenceEngine:
             num_drafted, num_accepted = len(state.draft.tokens), [*agreed, False].index(False)
             self._count(handle, [1, num_drafted > 0, num_drafted, num_accepted, tail.size])
             self._take_in(state, tail.tolist())
-        places = [place for place, token in enumerate(state.output) if token != BLOCK_START][:true_length]
+        places = [
+            place
+            for place, (token, block) in enumerate(zip(state.output, state.output_blocks, strict=True))
+            if token != BLOCK_START and block != PROMPT_TAIL_BLOCK
+        ][:true_length]
         if reason != FinishReason.ERROR and places:
             self._store(handle, places[-1] + 1)
         del self.requests[handle], self.keys[handle]

@@ -49,6 +49,19 @@ def test_an_imported_history_drafts_like_its_source(engine: Engine, archive: byt
     assert draft_after(copy, "the plan") == draft_after(engine, "the plan") != b""
 
 
+def test_an_imported_output_is_drafted_after_the_same_end_of_a_prompt() -> None:
+    source, copy = Engine(VOCABULARY, CHAT), Engine(VOCABULARY, CHAT)
+    for handle, (prompt, answer) in enumerate([("red?", "stop"), ("green?", "drive")]):
+        source.open(handle, text(prompt), Tags(), Sampling())
+        source.close(handle, FinishReason.STOP, len(answer), text(answer))
+    copy.import_histories(source.export_histories(""))
+    copy.check_integrity()
+
+    copy.open(9, text("is it red?"), Tags(), Sampling())
+    assert bytes(drafts_by_row(copy.step(step_request([Row(9, 0, [], 16)])))[0]) == b"stop"
+    assert copy.num_history_tokens() == source.num_history_tokens()
+
+
 def test_an_archive_holds_a_namespace_and_those_within_it_only(archive: bytes) -> None:
     copy = Engine(VOCABULARY, CHAT)
     copy.import_histories(archive)

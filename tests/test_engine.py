@@ -106,6 +106,34 @@ def test_the_first_token_of_an_output_is_drafted_from_other_outputs() -> None:
     assert [5, 6, 7] == client.draft_after()
 
 
+def test_the_first_token_of_an_output_is_drafted_from_outputs_after_a_like_end_of_a_prompt() -> None:
+    client = Client()
+    client.write(5, 6, prompt=[30, 31, 40])
+    client.write(7, 8, prompt=[30, 31, 41])
+
+    assert [[5, 6], [7, 8]] == [client.draft_after(prompt=[29, 31, end]) for end in (40, 41)]
+
+
+@pytest.mark.parametrize("length", [1, 14, 15, 16, 40])
+def test_a_prompt_of_another_request_is_never_drafted(length: int) -> None:
+    client = Client()
+    prompt = list(range(100, 100 + length))
+    client.write(5, 6, prompt=prompt)
+
+    assert [] == [draft for token in prompt if (draft := client.draft_after(token))]
+    assert 2 == client.engine.num_history_tokens()
+    client.engine.check_integrity()
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_a_request_without_output_leaves_nothing(reason: FinishReason) -> None:
+    client = Client()
+    client.open(prompt=[30, 31, 32])
+    client.close(reason=reason)
+
+    assert (0, []) == (client.engine.num_history_tokens(), client.draft_after())
+
+
 def test_the_first_tokens_of_a_block_are_drafted_from_other_blocks_of_its_path() -> None:
     client = Client(is_strict=True)
     client.write(5, START, 6, 7, END, 8)

@@ -8,10 +8,14 @@ namespace agentspec {
 namespace {
 
 constexpr std::string_view kMagic = "ASPH";
-constexpr uint64_t kVersion = 1;
-constexpr uint64_t kText = 1;  // a text follows
-constexpr uint64_t kEnd = 0;   // the history, or the archive, ends here
+constexpr uint64_t kVersion = 2;  // 1 had no prompt tails
+constexpr uint64_t kText = 1;     // a text follows
+constexpr uint64_t kEnd = 0;      // the history, or the archive, ends here
 constexpr size_t kMaxNameBytes = 8192;
+
+std::string OutsideVocabulary(uint64_t token, int32_t vocab_size) {
+  return "archive: token id " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(vocab_size);
+}
 
 class Reader {
  public:
@@ -47,12 +51,17 @@ ArchivedText ReadText(Reader& reader, int32_t vocab_size) {
   uint64_t workflow = reader.Number();
   if (workflow > UINT16_MAX) throw ArchiveError("archive: a workflow has more than 16 bits");
   text.workflow = static_cast<uint16_t>(workflow);
+  uint64_t num_prompt_tokens = reader.Number();
+  if (num_prompt_tokens > kPromptTailTokens) throw ArchiveError("archive: a prompt's tail is too long");
+  for (; num_prompt_tokens > 0; --num_prompt_tokens) {
+    uint64_t token = reader.Number();
+    if (token >= static_cast<uint64_t>(vocab_size)) throw ArchiveError(OutsideVocabulary(token, vocab_size));
+    text.prompt_tail.push_back(static_cast<Token>(token));
+  }
   text.paths.push_back(reader.String());
   for (uint64_t left = reader.Number(); left > 0; --left) {
     uint64_t value = reader.Number();
-    if (value > static_cast<uint64_t>(vocab_size))
-      throw ArchiveError("archive: token id " + std::to_string(value - 1) + " is outside the vocabulary of " +
-                         std::to_string(vocab_size));
+    if (value > static_cast<uint64_t>(vocab_size)) throw ArchiveError(OutsideVocabulary(value - 1, vocab_size));
     text.tokens.push_back(static_cast<Token>(value) - 1);
     if (value == 0) text.paths.push_back(reader.String());
   }
@@ -96,6 +105,8 @@ void ArchiveWriter::BeginHistory(std::string_view history_namespace, std::string
 void ArchiveWriter::AddText(const ArchivedText& text) {
   Number(kText);
   Number(text.workflow);
+  Number(text.prompt_tail.size());
+  for (Token token : text.prompt_tail) Number(static_cast<uint64_t>(token));
   auto path = text.paths.begin();
   String(*path++);
   Number(text.tokens.size());
@@ -122,7 +133,7 @@ std::vector<ArchivedHistory> ReadArchive(std::string_view bytes, uint64_t vocabu
   bytes.remove_suffix(sizeof(sum));
   Reader reader(bytes.substr(kMagic.size()));
   if (uint64_t version = reader.Number(); version != kVersion)
-    throw ArchiveError("archive: expected version 1, got " + std::to_string(version));
+    throw ArchiveError("archive: expected version " + std::to_string(kVersion) + ", got " + std::to_string(version));
   if (Checksum(bytes) != sum) throw ArchiveError("archive: it was cut or changed, its checksum is wrong");
   if (reader.Number() != vocabulary_fingerprint) throw ArchiveError("archive: it was made with another vocabulary");
   std::vector<ArchivedHistory> histories;

@@ -21,6 +21,7 @@ class ArchiveError : public std::runtime_error {
 // One request's stretch of output, oldest token first.
 struct ArchivedText {
   uint16_t workflow;               // hash of its workflow id
+  std::vector<Token> prompt_tail;  // the prompt's last tokens, at most kPromptTailTokens
   std::vector<Token> tokens;       // with kBlockStart where a block begins
   std::vector<std::string> paths;  // block path of the first token, then of each kBlockStart after it
 };
@@ -31,7 +32,7 @@ struct ArchivedHistory {
   std::vector<ArchivedText> texts;  // oldest first
 };
 
-// Format, version 1: "ASPH", version, fingerprint of the vocabulary, histories, checksum of all before it. Numbers are
+// Format, version 2: "ASPH", version, fingerprint of the vocabulary, histories, checksum of all before it. Numbers are
 // LEB128, tokens are token + 1, strings are prefixed by their length.
 class ArchiveWriter {
  public:

@@ -101,7 +101,7 @@ uint32_t ContextIndex::Append(uint32_t page, Token token, const ContextHashes& h
   PageHeader& header = headers_[page >> kChunkBits][page & kChunkMask];
   Position position = page * kPageTokens + header.fill;
   chunks_[page >> kChunkBits][page & kChunkMask].tokens[header.fill++] = token;
-  if (token != kBlockStart) {
+  if (token != kBlockStart && label != kPromptTailLabel) {
     ++num_tokens_;
     File(position, 0, hashes);
   }
@@ -327,6 +327,7 @@ void ContextIndex::CheckIntegrity() const {
     if (header.fill == 0 || header.fill > kPageTokens) fail("page " + std::to_string(page) + " has a wrong fill");
     if (header.next != kNoPage && (header.next >= num_pages_ || Header(header.next).previous != page))
       fail("page " + std::to_string(page) + " has a broken link");
+    if (header.label == kPromptTailLabel) continue;
     num_tokens += header.fill - std::count(PageText(page), PageText(page) + header.fill, kBlockStart);
   }
   if (num_tokens != num_tokens_) fail("pages hold " + std::to_string(num_tokens) + " tokens, not num_tokens");

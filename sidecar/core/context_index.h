@@ -66,7 +66,8 @@ class ContextIndex {
 
   explicit ContextIndex(bool is_strict) : is_strict_(is_strict) {}
 
-  // Appends `token`, preceded by the contexts `hashes`, to the chain that ends in `page` (kNoPage starts one).
+  // Appends `token`, preceded by the contexts `hashes`, to the chain that ends in `page` (kNoPage starts one). A token
+  // of a prompt's tail is kept as context only.
   // `starts_block`: the first token of a block in a text without kBlockStart.
   // Returns the page that the chain ends in now; kNoPage when the index is full, and nothing was appended.
   uint32_t Append(uint32_t page, Token token, const ContextHashes& hashes, Label label, uint32_t writer,
@@ -91,7 +92,7 @@ class ContextIndex {
   int MatchLength(Position position, const Token* text, size_t length) const;
 
   uint32_t num_pages() const { return num_pages_; }
-  size_t num_tokens() const { return num_tokens_; }  // without block starts
+  size_t num_tokens() const { return num_tokens_; }  // that can be drafted
   bool is_empty() const { return num_pages_ == 0; }
   size_t MemoryBytes() const;
   // Throws std::runtime_error: an invariant is broken.

@@ -56,6 +56,12 @@ struct Engine::Request {
     text.Push(token);
   }
   void CompareShadow(Token token);
+  // The output's first contexts reach back into the prompt.
+  void PushPromptTail(std::span<const Token> prompt) {
+    output_begin = std::min(prompt.size(), kPromptTailTokens);
+    for (Token token : prompt.last(output_begin)) output.Push(token);
+    output_label.assign(output_begin, kPromptTailLabel);
+  }
   void StartBlock(bool is_marked) {
     starts_block = true;
     if (!is_marked) return;
@@ -71,7 +77,8 @@ struct Engine::Request {
   HashedText text;   // the prompt's end and the output
   ContextIndex own;  // of `text`
   uint32_t own_page = ContextIndex::kNoPage;
-  HashedText output;                // with kBlockStart at each block's start
+  HashedText output;                // after the prompt's tail; with kBlockStart at each block's start
+  size_t output_begin = 0;          // where it begins in `output`
   bool starts_block = false;        // the next output token does
   std::vector<Label> output_label;  // of each token in `output`
   uint64_t last_step = 0;           // clock of the engine at its last step
@@ -125,6 +132,7 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   lock.unlock();  // nobody else knows the request yet, and a long prompt must not hold up a step
   for (Token token : prompt.subspan(prompt.size() - std::min(prompt.size(), kMaxPromptTokens)))
     request->AppendText(token, kPromptLabel, options_.is_strict);
+  if (!options_.is_strict) request->PushPromptTail(prompt);
   request->StartBlock(options_.has_block_starts);
   lock.lock();
   ++clock_;
@@ -422,12 +430,12 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
     Ingest(request, tail);
   }
   // What was handed over past the true length is dropped: it was provisional, so it has not been published yet.
-  size_t end = 0;
+  size_t end = request.output_begin;
   int64_t num_tokens = 0;
   while (end < request.output.size() && (request.output[end] == kBlockStart || num_tokens < true_length))
     num_tokens += request.output[end++] != kBlockStart;
-  while (end > 0 && request.output[end - 1] == kBlockStart) --end;  // no block follows an end
-  if (reason != FinishReason::kError) Publish(request, end);
+  while (end > request.output_begin && request.output[end - 1] == kBlockStart) --end;  // no block follows an end
+  if (reason != FinishReason::kError && end > request.output_begin) Publish(request, end);
   num_recoveries_ += request.tracker.num_recoveries();
   if (request.history) request.history->last_used_at = Clock::now();
   requests_.erase(found);
@@ -472,7 +480,7 @@ std::string Engine::Export(const std::string& history_namespace) const {
     for (const auto& generation : generations) {
       for (uint32_t page = 0; page < generation->num_pages(); ++page) {
         if (generation->Header(page).previous != ContextIndex::kNoPage) continue;
-        writer.AddText(ReadText(*generation, page));
+        if (ArchivedText text = ReadText(*generation, page); !text.tokens.empty()) writer.AddText(text);
         lock.unlock();  // steps go on between two texts
         lock.lock();
       }
@@ -483,7 +491,11 @@ std::string Engine::Export(const std::string& history_namespace) const {
 }
 
 ArchivedText Engine::ReadText(const ContextIndex& index, uint32_t page) const {
-  ArchivedText text{index.Header(page).workflow, {}, {labels_.Path(index.Header(page).label)}};
+  ArchivedText text{index.Header(page).workflow, {}, {}, {}};
+  for (; page != ContextIndex::kNoPage && index.Header(page).label == kPromptTailLabel; page = index.Header(page).next)
+    text.prompt_tail.insert(text.prompt_tail.end(), index.PageText(page),
+                            index.PageText(page) + index.Header(page).fill);
+  if (page != ContextIndex::kNoPage) text.paths.push_back(labels_.Path(index.Header(page).label));
   for (; page != ContextIndex::kNoPage; page = index.Header(page).next) {
     for (int i = 0; i < index.Header(page).fill; ++i) {
       text.tokens.push_back(index.PageText(page)[i]);
@@ -511,7 +523,8 @@ size_t Engine::Import(std::string_view archive) {
 
 void Engine::StoreArchived(History& history, const ArchivedText& archived) {
   HashedText text;
-  std::vector<Label> labels;
+  for (Token token : archived.prompt_tail) text.Push(token);
+  std::vector<Label> labels(archived.prompt_tail.size(), kPromptTailLabel);
   auto path = archived.paths.begin();
   Label label = labels_.Find(*path);
   for (Token token : archived.tokens) {

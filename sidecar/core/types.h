@@ -1,6 +1,7 @@
 // Words that every part of the core shares.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace agentspec {
@@ -13,6 +14,9 @@ using Position = uint32_t;  // place of one token in a ContextIndex
 inline constexpr Token kBlockStart = -1;
 // Block path of a prompt in a request's own index; every block may draft from it.
 inline constexpr Label kPromptLabel = 0xFFFF;
+// Block path of a prompt's end in a shared history: context of the output that follows, never drafted.
+inline constexpr Label kPromptTailLabel = 0xFFFE;
+inline constexpr size_t kPromptTailTokens = 15;  // with the output's block start one page would be full
 inline constexpr int kMaxDraftTokens = 64;
 
 }  // namespace agentspec
