@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
-#include <tuple>
 #include <utility>
 
 namespace agentspec {
@@ -25,11 +24,6 @@ std::string Join(std::initializer_list<std::string_view> parts) {
   std::string key;
   for (auto part : parts) key += std::to_string(part.size()) + ":" + std::string(part);
   return key;
-}
-
-// "default/salt-1" is a part of "default"; so is "default" itself.
-bool IsWithin(std::string_view inner, std::string_view outer) {
-  return inner.starts_with(outer) && (inner.size() == outer.size() || inner[outer.size()] == '/');
 }
 
 uint16_t HashWorkflow(std::string_view workflow_id) {
@@ -466,110 +460,26 @@ std::string Engine::BlockPath(int64_t handle) const {
   return labels_.Path(found->second->tracker.label());
 }
 
-std::string Engine::Export(const std::string& history_namespace) const {
-  ArchiveWriter writer(vocabulary_.fingerprint());
-  std::unique_lock lock(mutex_);
-  std::vector<std::shared_ptr<History>> histories;
-  for (const auto& [key, history] : histories_)
-    if (IsWithin(history->history_namespace, history_namespace)) histories.push_back(history);
-  auto key = [](const auto& history) { return std::tie(history->history_namespace, history->stage); };
-  std::sort(histories.begin(), histories.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); });
-  for (const auto& history : histories) {
-    auto generations = history->Generations();
-    writer.BeginHistory(history->history_namespace, history->stage);
-    for (const auto& generation : generations) {
-      for (uint32_t page = 0; page < generation->num_pages(); ++page) {
-        if (generation->Header(page).previous != ContextIndex::kNoPage) continue;
-        if (ArchivedText text = ReadText(*generation, page); !text.tokens.empty()) writer.AddText(text);
-        lock.unlock();  // steps go on between two texts
-        lock.lock();
-      }
-    }
-    writer.EndHistory();
-  }
-  return std::move(writer).Finish();
-}
-
-ArchivedText Engine::ReadText(const ContextIndex& index, uint32_t page) const {
-  ArchivedText text{index.Header(page).workflow, {}, {}, {}};
-  for (; page != ContextIndex::kNoPage && index.Header(page).label == kPromptTailLabel; page = index.Header(page).next)
-    text.prompt_tail.insert(text.prompt_tail.end(), index.PageText(page),
-                            index.PageText(page) + index.Header(page).fill);
-  if (page != ContextIndex::kNoPage) text.paths.push_back(labels_.Path(index.Header(page).label));
-  for (; page != ContextIndex::kNoPage; page = index.Header(page).next) {
-    for (int i = 0; i < index.Header(page).fill; ++i) {
-      text.tokens.push_back(index.PageText(page)[i]);
-      if (text.tokens.back() == kBlockStart) text.paths.push_back(labels_.Path(index.Header(page).label));
-    }
-  }
-  return text;
-}
-
-size_t Engine::Import(std::string_view archive) {
-  size_t num_tokens = 0;
-  for (const auto& archived : ReadArchive(archive, vocabulary_.fingerprint(), vocabulary_.size())) {
-    for (const auto& text : archived.texts) {
-      std::lock_guard lock(mutex_);  // of one text, so that steps go on between two
-      auto history = FindHistory(archived.history_namespace, archived.stage);
-      if (!history) continue;
-      StoreArchived(*history, text);
-      num_tokens += text.tokens.size();
-      history.reset();
-      ForgetOldest();
-    }
-  }
-  return num_tokens;
-}
-
-void Engine::StoreArchived(History& history, const ArchivedText& archived) {
-  HashedText text;
-  for (Token token : archived.prompt_tail) text.Push(token);
-  std::vector<Label> labels(archived.prompt_tail.size(), kPromptTailLabel);
-  auto path = archived.paths.begin();
-  Label label = labels_.Find(*path);
-  for (Token token : archived.tokens) {
-    if (token == kBlockStart) label = labels_.Find(*++path);
-    text.Push(token);
-    labels.push_back(label);
-  }
-  History::Chain chain;
-  Store(history, chain, text, {0, text.size()}, labels, next_writer_++, archived.workflow);
-}
-
 size_t Engine::DeleteNamespace(const std::string& history_namespace) {
   std::lock_guard lock(mutex_);
   size_t num_tokens = 0;
   for (auto& [handle, request] : requests_) {
-    if (!IsWithin(request->options.history_namespace, history_namespace)) continue;
+    if (!IsWithinNamespace(request->options.history_namespace, history_namespace)) continue;
     request->is_discarded = true;  // what they still write is not stored either, not even after a resync
     request->history.reset();
     request->stats = &discarded_stats_;
   }
   std::erase_if(histories_, [&](const auto& entry) {
     const History& history = *entry.second;
-    if (!IsWithin(history.history_namespace, history_namespace)) return false;
+    if (!IsWithinNamespace(history.history_namespace, history_namespace)) return false;
     num_tokens += history.num_tokens();
     history_bytes_ -= history.MemoryBytes();
     return true;
   });
-  std::erase_if(stats_, [&](const auto& entry) { return IsWithin(entry.second.history_namespace, history_namespace); });
-  std::erase_if(calibrations_, [&](const auto& entry) { return IsWithin(entry.second.first, history_namespace); });
-  return num_tokens;
-}
-
-size_t Engine::ForgetUnused(double max_age_s) {
-  if (!(max_age_s >= 0)) Refuse("max_age_s: expected >= 0, got " + std::to_string(max_age_s));
-  std::lock_guard lock(mutex_);
-  auto now = Clock::now();
-  size_t num_tokens = 0;
-  std::erase_if(histories_, [&](const auto& entry) {
-    const History& history = *entry.second;
-    std::chrono::duration<double> age = now - history.last_used_at;
-    if (entry.second.use_count() > 1 || age.count() < max_age_s) return false;
-    num_tokens += history.num_tokens();
-    history_bytes_ -= history.MemoryBytes();
-    return true;
-  });
+  std::erase_if(
+      stats_, [&](const auto& entry) { return IsWithinNamespace(entry.second.history_namespace, history_namespace); });
+  std::erase_if(calibrations_,
+                [&](const auto& entry) { return IsWithinNamespace(entry.second.first, history_namespace); });
   return num_tokens;
 }
 

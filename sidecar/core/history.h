@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,11 @@
 #include "types.h"
 
 namespace agentspec {
+
+// "default/salt-1" is a part of "default"; so is "default" itself.
+inline bool IsWithinNamespace(std::string_view inner, std::string_view outer) {
+  return inner.starts_with(outer) && (inner.size() == outer.size() || inner[outer.size()] == '/');
+}
 
 class History {
  public:
