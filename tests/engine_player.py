@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from tests.reference import ReferenceEngine, Row, drafts_by_row, step_request, token_ids
 
-from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts
+from agentspec.sidecar.engine import Engine, FinishReason, Parts, Sampling, StepDrafts
 from agentspec.sidecar.grammars import CHAT, BlockRule, Grammar
 from agentspec.sidecar.tags import Tags
 
@@ -127,11 +127,16 @@ class Playground:
         return {row for row in self.engines[engine].stats() if row.num_steps}
 
 
+def bold_engine(vocabulary: Sequence[bytes] = LARGE_VOCABULARY, grammar: Grammar = CHAT, **options: Any) -> Engine:
+    """An engine that knows nothing of other text and so trusts what it sees: its drafts tell what it has stored."""
+    return Engine(vocabulary, grammar, **{"parts": Parts(prior=False)} | options)
+
+
 class Client:
     """A hook in small: one request a step, and positions counted."""
 
     def __init__(self, **options: Any) -> None:
-        self.engine = Engine(LARGE_VOCABULARY, CHAT, **options)
+        self.engine = bold_engine(**options)
         self.num_output: dict[int, int] = {}
 
     def open(self, handle: int = 0, prompt: Sequence[int] = (), tenant: str = "", **tags: Any) -> None:

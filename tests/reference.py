@@ -239,7 +239,7 @@ def vote(candidates: list[Candidate], max_length: int, calibration: ReferenceCal
         if depth == 0:
             support = F32(len(voters[winner]))
             draft.redundancy = consensus * support / (support + SUPPORT_HALF)
-        if survival < min(MIN_LEARNED_SURVIVAL, F32(min_survival)):
+        if depth > 0 and survival < min(MIN_LEARNED_SURVIVAL, F32(min_survival)):
             break
         draft.tokens.append(winner)
         draft.survival.append(survival)
@@ -297,7 +297,7 @@ class ReferenceEngine:
         self.histories: dict[tuple[str, str, str], ReferenceIndex] = {}
         self.keys: dict[int, tuple[str, str, str]] = {}
         self.counts: dict[tuple[str, str, str, str], list[int]] = {}
-        self.calibration = ReferenceCalibration()  # one namespace, greedy
+        self.calibration = ReferenceCalibration(has_prior=parts.calibration and parts.prior)  # one namespace, greedy
         self.num_opened = 0
 
     def open(self, handle: int, tokens: TokenIds, tags: Tags, sampling: Sampling, *, namespace: str = "") -> None:

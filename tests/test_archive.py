@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.engine_player import bold_engine
 from tests.reference import Row, drafts_by_row, step_request, token_ids
 
 from agentspec.sidecar.engine import ArchiveError, Engine, FinishReason, Sampling, TokenIds
@@ -30,7 +31,7 @@ def draft_after(engine: Engine, words: str, *, namespace: str = "n", stage: str 
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(VOCABULARY, CHAT)
+    return bold_engine(VOCABULARY, CHAT)
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def archive(engine: Engine) -> bytes:
 
 
 def test_an_imported_history_drafts_like_its_source(engine: Engine, archive: bytes) -> None:
-    copy = Engine(VOCABULARY, CHAT)
+    copy = bold_engine(VOCABULARY, CHAT)
     copy.import_histories(archive)
     copy.check_integrity()
 
@@ -50,7 +51,7 @@ def test_an_imported_history_drafts_like_its_source(engine: Engine, archive: byt
 
 
 def test_an_imported_output_is_drafted_after_the_same_end_of_a_prompt() -> None:
-    source, copy = Engine(VOCABULARY, CHAT), Engine(VOCABULARY, CHAT)
+    source, copy = bold_engine(VOCABULARY, CHAT), bold_engine(VOCABULARY, CHAT)
     for handle, (prompt, answer) in enumerate([("red?", "stop"), ("green?", "drive")]):
         source.open(handle, text(prompt), Tags(), Sampling())
         source.close(handle, FinishReason.STOP, len(answer), text(answer))
@@ -63,7 +64,7 @@ def test_an_imported_output_is_drafted_after_the_same_end_of_a_prompt() -> None:
 
 
 def test_an_archive_holds_a_namespace_and_those_within_it_only(archive: bytes) -> None:
-    copy = Engine(VOCABULARY, CHAT)
+    copy = bold_engine(VOCABULARY, CHAT)
     copy.import_histories(archive)
 
     assert draft_after(copy, "other ", namespace="n/tag-b").startswith(b"tenant")
@@ -71,7 +72,7 @@ def test_an_archive_holds_a_namespace_and_those_within_it_only(archive: bytes) -
 
 
 def test_export_of_an_import_is_the_same_archive(archive: bytes) -> None:
-    copy = Engine(VOCABULARY, CHAT)
+    copy = bold_engine(VOCABULARY, CHAT)
     copy.import_histories(archive)
 
     assert copy.export_histories("n") == archive
@@ -79,7 +80,7 @@ def test_export_of_an_import_is_the_same_archive(archive: bytes) -> None:
 
 @pytest.mark.parametrize("place", range(4, 120, 7))
 def test_a_flipped_bit_is_refused_and_changes_nothing(archive: bytes, place: int) -> None:
-    copy = Engine(VOCABULARY, CHAT)
+    copy = bold_engine(VOCABULARY, CHAT)
     broken = bytearray(archive)
     broken[place] ^= 4
 
@@ -91,7 +92,7 @@ def test_a_flipped_bit_is_refused_and_changes_nothing(archive: bytes, place: int
 
 @pytest.mark.parametrize("length", [0, 3, 11, 40, -1])
 def test_a_cut_archive_is_refused_and_changes_nothing(archive: bytes, length: int) -> None:
-    copy = Engine(VOCABULARY, CHAT)
+    copy = bold_engine(VOCABULARY, CHAT)
 
     with pytest.raises(ArchiveError):
         copy.import_histories(archive[:length])
@@ -105,7 +106,7 @@ def test_an_archive_of_another_vocabulary_is_refused(archive: bytes) -> None:
 
 
 def test_an_imported_text_larger_than_the_memory_keeps_its_end() -> None:
-    source, small = Engine(VOCABULARY, CHAT), Engine(VOCABULARY, CHAT, history_bytes=1 << 17)
+    source, small = bold_engine(VOCABULARY, CHAT), bold_engine(VOCABULARY, CHAT, history_bytes=1 << 17)
     write(
         source,
         1,

@@ -15,7 +15,7 @@ from agentspec.sidecar.engine import Engine, FinishReason, Parts, Sampling
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.tags import Tags
 
-EVERY_CHOICE = [Parts(*switches) for switches in product([True, False], repeat=3)]
+EVERY_CHOICE = [Parts(*switches) for switches in product([True, False], repeat=4)]
 
 
 @fuzzing
@@ -49,7 +49,7 @@ def test_without_own_evidence_a_prompt_is_not_repeated(has_own: bool) -> None:
 
 @pytest.mark.parametrize("has_block_starts", [True, False])
 def test_without_block_starts_the_first_token_is_not_drafted_but_later_ones_are(has_block_starts: bool) -> None:
-    engine = Engine(LARGE_VOCABULARY, CHAT, parts=Parts(block_starts=has_block_starts))
+    engine = Engine(LARGE_VOCABULARY, CHAT, parts=Parts(block_starts=has_block_starts, prior=False))
     remember(engine, 10, 11, 12, 13)
 
     assert has_block_starts == bool(first_draft(engine, [], []))
@@ -84,3 +84,17 @@ def test_a_lower_floor_hands_out_less_probable_tokens() -> None:
 def test_a_floor_that_is_no_probability_is_refused(min_survival: float) -> None:
     with pytest.raises(ValueError, match="min_survival: expected 0 to 1"):
         Engine(LARGE_VOCABULARY, CHAT, min_survival=min_survival)
+
+
+def test_evidence_that_was_wrong_for_long_is_believed_again_when_it_proves_right() -> None:
+    engine = Engine(LARGE_VOCABULARY, CHAT)
+    drafted = []
+    for turn in range(900):
+        answer = 22 if turn < 600 else 21
+        engine.open(1, token_ids(), Tags(history="read"), Sampling())
+        remember(engine, 20, 21)
+        drafts = drafts_by_row(engine.step(step_request([Row(1, 0, [20])])))[0]
+        engine.close(1, FinishReason.STOP, 2, token_ids(answer))
+        drafted.append(bool(drafts))
+
+    assert (False, True) == (any(drafted[500:600]), all(drafted[-100:]))

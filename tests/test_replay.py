@@ -452,9 +452,9 @@ def test_part_that_is_switched_off_brings_no_draft(
 ) -> None:
     past, request = token_call([1, 2, 3, 4]), token_call([1, 2, 3, 4], run_id="s")
 
-    assert ended == (drafted_by(method, past, request)[:2] == [1, 2])
-    assert running == (drafted_by(method, past, request, is_open=True)[:2] == [1, 2])
-    assert other_workflow == (drafted_by(method, replace(past, workflow="other"), request)[:2] == [1, 2])
+    assert ended == (drafted_by(method, past, request)[:1] == [1])
+    assert running == (drafted_by(method, past, request, is_open=True)[:1] == [1])
+    assert other_workflow == (drafted_by(method, replace(past, workflow="other"), request)[:1] == [1])
 
 
 def test_runs_in_both_are_left_out_of_warm_and_counted(lab: Path) -> None:

@@ -54,7 +54,7 @@ agentspec::Grammar BuildGrammar(const std::vector<Rule>& rules, const Markers& a
 void Construct(agentspec::Engine* engine, const nb::bytes& vocabulary, const ArrayIn<int64_t>& offsets,
                const std::vector<Rule>& rules, const Markers& answer_starts, int num_speculative_tokens,
                size_t history_bytes, bool is_strict, float min_survival, bool has_own, bool has_block_starts,
-               bool has_calibration) {
+               bool has_calibration, bool has_prior) {
   agentspec::EngineOptions options;
   options.num_speculative_tokens = num_speculative_tokens;
   options.history_bytes = history_bytes;
@@ -64,6 +64,7 @@ void Construct(agentspec::Engine* engine, const nb::bytes& vocabulary, const Arr
   options.has_own = has_own;
   options.has_block_starts = has_block_starts;
   options.has_calibration = has_calibration;
+  options.has_prior = has_prior;
   new (engine) agentspec::Engine(String(vocabulary), {offsets.data(), offsets.data() + offsets.size()},
                                  BuildGrammar(rules, answer_starts), options);
 }
@@ -145,12 +146,23 @@ NB_MODULE(_core, module) {
   nb::class_<Engine>(module, "Engine")
       .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "answer_starts"_a,
            "num_speculative_tokens"_a, "history_bytes"_a, "is_strict"_a, "min_survival"_a, "has_own"_a,
-           "has_block_starts"_a, "has_calibration"_a)
+           "has_block_starts"_a, "has_calibration"_a, "has_prior"_a)
       .def("open", &Open, "handle"_a, "tokens"_a.noconvert(), "history_namespace"_a, "workflow_id"_a, "stage"_a,
            "grammar_id"_a, "start_block"_a, "is_structured"_a, "forced_tool"_a, "max_draft_tokens"_a, "is_recorded"_a,
            "is_reader"_a, "is_greedy"_a)
       .def("add_grammar", &AddGrammar, "rules"_a, "answer_starts"_a)
       .def("remove_grammar", &Engine::RemoveGrammar, "id"_a, Unlocked())
+      .def(
+          "calibration_counts",
+          [](const Engine& engine, const std::string& history_namespace, bool is_greedy) {
+            std::vector<float> shares;
+            for (const auto& count : engine.CalibrationCounts(history_namespace, is_greedy)) {
+              shares.push_back(count.accepted);
+              shares.push_back(count.total);
+            }
+            return Move(std::move(shares));
+          },
+          "history_namespace"_a, "is_greedy"_a)
       .def("num_recoveries", &Engine::NumRecoveries, Unlocked())
       .def("step", &Step, "handles"_a.noconvert(), "positions"_a.noconvert(), "token_offsets"_a.noconvert(),
            "token_ids"_a.noconvert(), "num_draft_tokens"_a.noconvert(), "num_accepted_tokens"_a.noconvert(),

@@ -21,6 +21,16 @@ constexpr std::array<int, 6> kDepthEdges = {0, 1, 2, 4, 7, 15};
 
 }  // namespace
 
+const std::array<float, Calibration::kNumTokenCells + Calibration::kNumSurvivalCells> Calibration::kPriorShares = {
+#include "calibration_prior.inc"
+};
+
+std::vector<Calibration::Count> Calibration::Counts() const {
+  std::vector<Count> counts(tokens_.begin(), tokens_.end());
+  counts.insert(counts.end(), survival_.begin(), survival_.end());
+  return counts;
+}
+
 Calibration::Cell Calibration::CellOf(const Evidence& evidence) {
   int cell = evidence.is_own + 2 * evidence.is_shared - 1;
   cell = cell * kDepths + (evidence.depth > 0);

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "types.h"
 
@@ -25,29 +26,6 @@ struct Evidence {
 class Calibration {
  public:
   using Cell = uint16_t;
-  static Cell CellOf(const Evidence& evidence);
-
-  // Probability that the target model goes along with the token, when all before it were right.
-  float Probability(Cell cell, float raw) const {
-    const Count& count = tokens_[cell];
-    return (count.accepted + kTokenPrior * raw) / (count.total + kTokenPrior);
-  }
-  // Observed survival of draft tokens at `depth` that were predicted to survive with `predicted`.
-  float Survival(float predicted, int depth) const {
-    const Count& count = survival_[SurvivalCell(predicted, depth)];
-    return (count.accepted + kSurvivalPrior * predicted) / (count.total + kSurvivalPrior);
-  }
-
-  void RecordToken(Cell cell, bool is_accepted) { tokens_[cell].Add(is_accepted); }
-  void RecordSurvival(float predicted, int depth, bool is_accepted) {
-    survival_[SurvivalCell(predicted, depth)].Add(is_accepted);
-  }
-
- private:
-  static constexpr float kTokenPrior = 6;      // observations that the raw vote counts for
-  static constexpr float kSurvivalPrior = 20;  // the same for the predicted survival
-  static constexpr float kMemory = 4000;       // observations; older ones fade out
-
   struct Count {
     float accepted = 0;
     float total = 0;
@@ -60,12 +38,46 @@ class Calibration {
       }
     }
   };
+  explicit Calibration(bool has_prior) : has_prior_(has_prior) {}
+  // What was observed: all cells of the first stage, then all of the second.
+  std::vector<Count> Counts() const;
+  static Cell CellOf(const Evidence& evidence);
+
+  // Probability that the target model goes along with the token, when all before it were right.
+  float Probability(Cell cell, float raw) const {
+    const Count& count = tokens_[cell];
+    float prior = has_prior_ && kPriorShares[cell] >= 0 ? kPriorShares[cell] : raw;
+    return (count.accepted + kTokenPrior * prior) / (count.total + kTokenPrior);
+  }
+  // Observed survival of draft tokens at `depth` that were predicted to survive with `predicted`.
+  float Survival(float predicted, int depth) const {
+    int cell = SurvivalCell(predicted, depth);
+    const Count& count = survival_[cell];
+    float prior =
+        has_prior_ && kPriorShares[kNumTokenCells + cell] >= 0 ? kPriorShares[kNumTokenCells + cell] : predicted;
+    return (count.accepted + kSurvivalPrior * prior) / (count.total + kSurvivalPrior);
+  }
+
+  void RecordToken(Cell cell, bool is_accepted) { tokens_[cell].Add(is_accepted); }
+  void RecordSurvival(float predicted, int depth, bool is_accepted) {
+    survival_[SurvivalCell(predicted, depth)].Add(is_accepted);
+  }
+
+ private:
+  static constexpr float kTokenPrior = 6;      // observations that the raw vote counts for
+  static constexpr float kSurvivalPrior = 20;  // the same for the predicted survival
+  static constexpr float kMemory = 4000;       // observations; older ones fade out
+
   static constexpr int kSources = 3, kDepths = 2, kMatches = 8, kSupports = 5, kConsensus = 5;
   static constexpr int kSurvivals = 16, kSurvivalDepths = 7;
+  static constexpr int kNumTokenCells = kSources * kDepths * kMatches * kSupports * kConsensus;
+  static constexpr int kNumSurvivalCells = kSurvivals * kSurvivalDepths;
+  static const std::array<float, kNumTokenCells + kNumSurvivalCells> kPriorShares;  // -1: unknown
   static int SurvivalCell(float predicted, int depth);
 
-  std::array<Count, kSources * kDepths * kMatches * kSupports * kConsensus> tokens_;
-  std::array<Count, kSurvivals * kSurvivalDepths> survival_;
+  bool has_prior_;
+  std::array<Count, kNumTokenCells> tokens_;
+  std::array<Count, kNumSurvivalCells> survival_;
 };
 
 }  // namespace agentspec

@@ -109,7 +109,8 @@ void Drafter::Vote(int max_length, const Calibration& calibration, Draft& draft)
       auto support = static_cast<float>(winner.support);
       draft.redundancy = std::min(1.0f, consensus) * support / (support + weights_.support_half);
     }
-    if (survival < weights_.min_survival) return;
+    // The first token is followed at any rate: evidence that nobody follows would never be believed again.
+    if (depth > 0 && survival < weights_.min_survival) return;
     draft.tokens[depth] = winner.token;
     draft.predicted[depth] = predicted;
     draft.survival[depth] = survival;

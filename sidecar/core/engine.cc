@@ -171,7 +171,7 @@ std::shared_ptr<Calibration> Engine::FindCalibration(const RequestOptions& optio
   auto& [history_namespace, calibration] = calibrations_[key];
   if (!calibration) {
     history_namespace = options.history_namespace;
-    calibration = std::make_shared<Calibration>();
+    calibration = std::make_shared<Calibration>(options_.has_calibration && options_.has_prior);
   }
   return calibration;
 }
@@ -444,6 +444,12 @@ int Engine::AddGrammar(Grammar grammar) {
 void Engine::RemoveGrammar(int id) {
   std::lock_guard lock(mutex_);
   grammars_.Remove(id);
+}
+
+std::vector<Calibration::Count> Engine::CalibrationCounts(const std::string& history_namespace, bool is_greedy) const {
+  std::lock_guard lock(mutex_);
+  auto found = calibrations_.find(Join({history_namespace, is_greedy ? "greedy" : "sampled"}));
+  return (found == calibrations_.end() ? Calibration(false) : *found->second.second).Counts();
 }
 
 uint64_t Engine::NumRecoveries() const {

@@ -30,6 +30,7 @@ struct EngineOptions {
   bool has_own = true;           // a request's own text votes
   bool has_block_starts = true;  // texts are marked where a block begins, so that drafts begin there too
   bool has_calibration = true;
+  bool has_prior = true;  // calibration starts from what was seen on other text
   DraftWeights weights;
 };
 
@@ -124,6 +125,8 @@ class Engine {
   // Block path of the next output token of an open request. Throws std::invalid_argument: unknown handle.
   std::string BlockPath(int64_t handle) const;
   std::vector<BlockStats> Stats() const;
+  // What a namespace's drafts were compared with; see Calibration::Counts.
+  std::vector<Calibration::Count> CalibrationCounts(const std::string& history_namespace, bool is_greedy) const;
   // Of all block trackers since the engine started.
   uint64_t NumRecoveries() const;
   size_t NumOpenRequests() const;

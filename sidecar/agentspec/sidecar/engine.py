@@ -185,11 +185,13 @@ class Parts:
         own: a request's own prompt and output vote.
         block_starts: texts are marked where a block begins, so that drafts begin there too.
         calibration: the vote's probabilities are corrected by what requests went on to write.
+        prior: calibration starts from what was seen on other agents' text.
     """
 
     own: bool = True
     block_starts: bool = True
     calibration: bool = True
+    prior: bool = True
 
 
 ALL_PARTS = Parts()
@@ -275,6 +277,7 @@ class Engine:
             parts.own,
             parts.block_starts,
             parts.calibration,
+            parts.prior,
         )
 
     def add_grammar(self, grammar: Grammar) -> int:
@@ -407,6 +410,10 @@ class Engine:
     def stats(self) -> list[BlockStats]:
         """Counts by namespace, workflow, stage and block path; at most 4,096 rows, the rest under block ``other``."""
         return [BlockStats(*row) for row in self._core.stats()]
+
+    def calibration_counts(self, namespace: str = "", *, is_greedy: bool = True) -> NDArray[np.float32]:
+        """What drafts of a namespace were compared with: accepted and all, by cell; float32, shape (num_cells, 2)."""
+        return self._core.calibration_counts(namespace, is_greedy).reshape(-1, 2)
 
     def num_recoveries(self) -> int:
         """Markers that did not fit the open blocks: the end of none, not of the innermost one, a start too deep."""

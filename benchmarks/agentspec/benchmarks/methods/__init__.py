@@ -19,6 +19,7 @@ METHODS: Mapping[str, Callable[[Setting], Method]] = MappingProxyType(
         "agentspec:no-own": lambda setting: AgentSpec(setting, parts=Parts(own=False)),
         "agentspec:no-block-start": lambda setting: AgentSpec(setting, parts=Parts(block_starts=False)),
         "agentspec:no-calibration": lambda setting: AgentSpec(setting, parts=Parts(calibration=False)),
+        "agentspec:no-prior": lambda setting: AgentSpec(setting, parts=Parts(prior=False)),
         "agentspec:no-shared": lambda setting: AgentSpec(setting, has_shared=False),
         "agentspec:no-live": lambda setting: AgentSpec(setting, has_live=False),
         "agentspec:no-wide": lambda setting: AgentSpec(setting, has_wide=False),

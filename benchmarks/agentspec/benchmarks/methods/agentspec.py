@@ -6,6 +6,7 @@ import hashlib
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentspec.benchmarks.corpus import TokenCall
 from agentspec.benchmarks.methods.interface import Drafts, Setting
@@ -95,6 +96,10 @@ class AgentSpec:
         if handle in self._to_record:
             self._to_record.remove(handle)
             self.warm(call)
+
+    def calibration_counts(self) -> NDArray[np.float32]:
+        """See `Engine`."""
+        return self._engine.calibration_counts()
 
     def _tags(self, call: TokenCall, history: Literal["rw", "read"]) -> Tags:
         access: Literal["rw", "read", "off"] = history if self._has_shared else "off"
