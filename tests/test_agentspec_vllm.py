@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,12 @@ def test_additional_config_of_the_user_is_merged() -> None:
     assert value_of(words, "--speculative-config")["num_speculative_tokens"] == 5
 
 
+def test_folder_of_grammars_is_passed_on(tmp_path: Path) -> None:
+    words = build_flags(["--additional-config", json.dumps({"agentspec": {"grammars_dir": str(tmp_path)}})], {})
+
+    assert value_of(words, "--additional-config")["agentspec"]["grammars_dir"] == str(tmp_path)
+
+
 def test_options_come_from_the_environment() -> None:
     words = build_flags(["--additional_config={}"], {"AGENTSPEC_NUM_SPECULATIVE_TOKENS": "7"})
 
@@ -88,6 +95,7 @@ def test_options_come_from_the_environment() -> None:
         ["--additional-config", "[]"],
         ["--additional-config"],
         ["--additional-config", '{"agentspec": 3}'],
+        ["--additional-config", '{"agentspec": {"grammars_dir": "/no/such/folder"}}'],
         ["--additional-config", '{"agentspec": {"polcy": "off"}}'],
         ["--additional-config", '{"agentspec": {"num_speculative_tokens": 65}}'],
     ],

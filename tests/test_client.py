@@ -14,6 +14,7 @@ import pytest
 from agentspec.serving_patch import client as client_module
 from agentspec.serving_patch.client import EmbeddedClient, Fallbacks, GuardedClient, check_drafts
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
+from agentspec.sidecar.grammar_store import GrammarStore, parse_grammar
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.tags import UNTAGGED, Tags
 
@@ -455,3 +456,46 @@ def test_embedded_client_reports_a_request_that_it_does_not_know(engine: Engine,
 
     assert drafts is not None
     assert drafts.resync_handles.tolist() == [4]
+
+
+PLAN = {"blocks": [{"name": "plan", "start": "ab", "end": None}]}
+
+
+@pytest.fixture
+def letters() -> Engine:
+    return Engine([bytes([97 + token]) for token in range(VOCAB_SIZE)], CHAT)
+
+
+def path_after_ab(engine: Engine, client: EmbeddedClient, tags: Tags) -> str:
+    """Block path of a request that wrote ``ab``."""
+    client.open(1, tokens_of(), tags, GREEDY, namespace="default")
+    client.submit(row_of(1, 1, 0, 0, 1))
+    client.collect(deadline_ms=LONG_MS)
+    path = engine.block_path(1)
+    client.close(1, FinishReason.STOP, 2, tokens_of())
+    return path
+
+
+def test_embedded_client_follows_the_grammar_of_the_request(letters: Engine) -> None:
+    client = EmbeddedClient(letters, grammars=GrammarStore(letters, {"mine": parse_grammar(PLAN)}))
+
+    assert path_after_ab(letters, client, Tags(grammar=PLAN)) == "plan"
+    assert path_after_ab(letters, client, Tags(grammar="mine")) == "plan"
+    assert path_after_ab(letters, client, UNTAGGED) == "text"
+
+
+@pytest.mark.parametrize("grammar", ["nobody", {"blocks": 3}, {"blocks": [], "pad": "x" * 2000}])
+def test_request_with_a_grammar_that_cannot_be_had_follows_the_engines_own(
+    grammar: dict[str, Any] | str, letters: Engine, fallbacks: Fallbacks
+) -> None:
+    client = EmbeddedClient(letters, fallbacks=fallbacks)
+
+    assert path_after_ab(letters, client, Tags(grammar=grammar)) == "text"
+    assert fallbacks.counts() == {"bad_grammar": 1}
+
+
+def test_embedded_client_starts_in_the_tool_that_the_request_must_call(letters: Engine) -> None:
+    client = EmbeddedClient(letters)
+    client.open(1, tokens_of(), UNTAGGED, Sampling(is_structured=True, forced_tool="search"), namespace="default")
+
+    assert letters.block_path(1) == "tool_call/search"

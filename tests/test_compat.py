@@ -13,6 +13,7 @@ import pytest
 
 from agentspec.serving_patch import compat
 from agentspec.serving_patch.compat import CompatibilityError, check_config, check_scheduler, check_version
+from agentspec.sidecar.grammars import CHAT, HARMONY, LLAMA, MISTRAL, Grammar
 
 with_vllm = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
 
@@ -260,3 +261,22 @@ class TestVocabulary:
 
         assert vocabulary == [b""] * 3
         assert "not understood" in agentspec_log.text
+
+
+def tokenizer(template: str | dict[str, str] | None, *added: str) -> Any:
+    added_tokens = dict.fromkeys(added, 0)
+    return SimpleNamespace(chat_template=template, all_special_tokens=[], get_added_vocab=lambda: added_tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "grammar"),
+    [
+        (tokenizer("{{ '<|python_tag|>' }}"), LLAMA),
+        (tokenizer({"default": "{{ content }}", "tool_use": "{{ '<|python_tag|>' }}"}), LLAMA),
+        (tokenizer(None, "[TOOL_CALLS]"), MISTRAL),
+        (SimpleNamespace(all_special_tokens=["<|constrain|>"], get_added_vocab=dict), HARMONY),
+        (tokenizer(None), CHAT),
+    ],
+)
+def test_tokenizer_chooses_the_grammar(tokenizer: Any, grammar: Grammar) -> None:
+    assert compat.grammar_of(tokenizer) is grammar

@@ -162,6 +162,27 @@ def test_request_with_bad_tags_is_served_untagged_and_counted(
     assert lab.fallbacks() == {"bad_tags": 1}
 
 
+def test_grammar_of_the_request_decides_what_its_blocks_are(lab: Lab, plain: list[Output]) -> None:
+    engine = lab.new_engine()
+    lab.use(EmbeddedClient(engine))
+    words = lab.llm.get_tokenizer().decode(plain[0].token_ids)
+    start = words[2:6]  # of the output itself
+    grammar = {"blocks": [{"name": "plan", "start": start, "end": None, "anchor": "anywhere"}]}
+    outputs = run_one(lab, tagged(workflow_id="w", grammar=grammar))
+
+    assert outputs[0].token_ids == plain[0].token_ids
+    assert "plan" in {row.block for row in engine.stats()}
+    assert lab.fallbacks() == {}
+
+
+def test_request_whose_grammar_is_unknown_is_served_and_counted(lab: Lab, plain: list[Output]) -> None:
+    lab.use(lab.new_client())
+    outputs = run_one(lab, tagged(grammar="nobody"))
+
+    assert outputs[0].token_ids == plain[0].token_ids
+    assert lab.fallbacks() == {"bad_grammar": 1}
+
+
 def test_sampling_of_the_request_reaches_the_client(lab: Lab, spy: SpyClient) -> None:
     from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415  # imports vLLM
 
@@ -503,36 +524,6 @@ def test_pooling_requests_and_streaming_sessions_are_left_alone(lab: Lab) -> Non
     assert lab.scheduler._rows == {}
 
 
-def test_placeholders_and_embeddings_are_no_prompt_text() -> None:
-    from agentspec.serving_patch.hook_v1 import _prompt_tokens  # noqa: PLC0415  # imports vLLM
-
-    def prompt(token_ids: list[int] | None, is_text: list[bool] | None = None) -> Any:
-        request = SimpleNamespace(prompt_token_ids=token_ids, prompt_is_token_ids=is_text)
-        tokens = _prompt_tokens(request, 100)
-        assert tokens.dtype == np.int32
-        assert tokens.flags.c_contiguous
-        return tokens.tolist()
-
-    assert prompt([1, 100, 2, -1, 99, 1 << 40]) == [1, 2, 99]
-    assert prompt([1, 2, 3], [True, False, True]) == [1, 3]
-    assert prompt(None) == []
-    assert prompt([]) == []
-
-
-def test_adapters_of_one_engine_share_nothing() -> None:
-    from agentspec.serving_patch.hook_v1 import _namespace  # noqa: PLC0415  # imports vLLM
-
-    adapters = [None, SimpleNamespace(lora_name="a"), SimpleNamespace(lora_name="b")]
-    names = {
-        _namespace("team", SimpleNamespace(cache_salt=salt, lora_request=adapter))
-        for salt in (None, "a")
-        for adapter in adapters
-    }
-
-    assert len(names) == 6
-    assert all(name == "team" or name.startswith("team/") for name in names)
-
-
 def test_wrong_option_stops_the_engine_before_it_starts() -> None:
     from agentspec.serving_patch.hook_v1 import _read_options  # noqa: PLC0415  # imports vLLM
 
@@ -544,7 +535,10 @@ def test_start_is_one_line_with_what_matters(lab: Lab, agentspec_log: pytest.Log
     lab.scheduler._log_start()
 
     assert len(agentspec_log.records) == 1
-    for part in ("hook=v1", "mode=embedded", "policy=redundancy", "K=8", "namespace=default", "metrics_port=off"):
+    for part in (
+        *("hook=v1", "mode=embedded", "policy=redundancy", "K=8", "namespace=default"),
+        *("grammar=chat", "metrics_port=off"),
+    ):
         assert part in agentspec_log.text
 
 

@@ -37,6 +37,8 @@ class ImportRule:
 
 VLLM_FILES = ("hook_v1.py", "hook_v2.py", "compat.py")
 # One row for each root; `benchmarks` may import everything.
+# What the hook takes of the sidecar's package: the engine and its words, no server.
+SIDECAR_PARTS = ("engine", "grammar_store", "grammars", "options", "store", "tags", "telemetry")
 IMPORT_RULES = {
     "proto": ImportRule("agentspec.draft", third_party=("google", "grpc")),
     "middleware": ImportRule(
@@ -67,7 +69,7 @@ IMPORT_RULES = {
         "agentspec.serving_patch",
         ours=(
             "agentspec.draft",
-            *(f"agentspec.sidecar.{name}" for name in ("engine", "grammars", "options", "store", "tags", "telemetry")),
+            *(f"agentspec.sidecar.{name}" for name in SIDECAR_PARTS),
         ),
         third_party=("click", "grpc", "numpy", "opentelemetry"),
         restricted=tuple((name, VLLM_FILES) for name in ("torch", "vllm", "xgrammar")),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentspec.sidecar.grammar_store import server_grammars
 from agentspec.sidecar.options import Options, OptionsError, read_options
 
 
@@ -29,6 +31,23 @@ def test_mapping_wins_over_the_environment() -> None:
 
 def test_variable_that_names_no_option_is_not_ours() -> None:
     assert read_options({}, {"AGENTSPEC_CACHE": "/x", "AGENTSPEC_PURE": "1"}) == Options()
+
+
+def test_folder_of_grammars_is_read_by_id(tmp_path: Path) -> None:
+    (tmp_path / "plans.json").write_text('{"blocks": [{"name": "plan", "start": "<p>", "end": "</p>"}]}')
+    options = read_options({"grammars_dir": str(tmp_path)}, {})
+
+    assert list(server_grammars(options)) == ["plans"]
+    assert server_grammars(Options()) == {}
+
+
+@pytest.mark.parametrize("name", ["missing", "bad"])
+def test_folder_of_grammars_that_cannot_be_read_names_option_and_file(name: str, tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "x.json").write_text('{"blocks": 3}')
+
+    with pytest.raises(OptionsError, match=f"'grammars_dir'.*{name}"):
+        server_grammars(Options(grammars_dir=tmp_path / name))
 
 
 def test_environment_is_the_default_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ COUNTERS = [
 ]
 GAUGES = ["agentspec_history_tokens", "agentspec_history_bytes", "agentspec_open_requests"]
 FALLBACKS = "agentspec_fallbacks_total"
+RECOVERIES = "agentspec_block_recoveries_total"
 
 
 def free_port() -> int:
@@ -80,7 +81,7 @@ def serve_one_request(engine: Engine, *, is_closed: bool = True) -> None:
 def test_exported_names_are_those_of_the_readme(engine: Engine, server: MetricsServer) -> None:
     serve_one_request(engine)
 
-    assert sorted(scrape(server.port)) == sorted([*COUNTERS, *GAUGES, FALLBACKS])
+    assert sorted(scrape(server.port)) == sorted([*COUNTERS, *GAUGES, FALLBACKS, RECOVERIES])
 
 
 def test_counts_carry_namespace_workflow_stage_and_block(engine: Engine, server: MetricsServer) -> None:
@@ -111,6 +112,19 @@ def test_gauges_follow_the_engine(engine: Engine, server: MetricsServer) -> None
 
 def test_fallbacks_are_counted_by_reason(server: MetricsServer) -> None:
     assert scrape(server.port)[FALLBACKS] == [({"reason": "deadline"}, 3.0)]
+
+
+def test_markers_that_fit_no_open_block_are_counted() -> None:
+    engine = Engine([b"</think>"], CHAT)
+    server = serve_metrics(engine, dict, free_port())
+    assert server is not None
+    engine.open(1, np.zeros(0, np.int32), Tags(), Sampling(), namespace="default")
+    engine.close(1, FinishReason.STOP, 2, np.zeros(2, np.int32))
+    samples = scrape(server.port)
+    server.shutdown()
+
+    assert samples[RECOVERIES] == [({}, float(engine.num_recoveries()))]
+    assert engine.num_recoveries() > 0
 
 
 def test_taken_port_is_one_warning_and_no_server(

@@ -30,7 +30,7 @@ class Output:
         self.engine = Engine(vocabulary, grammar)
         self.num_output = 0
         tokens = np.frombuffer(prompt, np.uint8).astype(np.int32)
-        self.engine.open(1, tokens, Tags(block=block), Sampling(is_structured=is_structured), forced_tool=tool)
+        self.engine.open(1, tokens, Tags(block=block), Sampling(is_structured=is_structured, forced_tool=tool))
 
     @property
     def path(self) -> str:

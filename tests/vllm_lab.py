@@ -220,7 +220,7 @@ class Lab:
         )
 
     def new_client(self) -> EmbeddedClient:
-        return EmbeddedClient(self.new_engine())
+        return EmbeddedClient(self.new_engine(), fallbacks=self.scheduler._fallbacks)
 
     def use(self, client: DraftClient, *, deadline_ms: float = 2000.0) -> None:
         """Draft with another client; waiting long for it keeps a slow machine from hiding a bug."""

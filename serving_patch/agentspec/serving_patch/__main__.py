@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from agentspec.sidecar.grammar_store import server_grammars
 from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, OptionsError, read_options
 
 from .compat import PROPOSER_CLS, SCHEDULER_CLS, CompatibilityError, check_version
@@ -70,7 +71,7 @@ def _our_flags(options: Options, config: Mapping[str, Any]) -> list[str]:
         "model": PROPOSER_CLS,
         "num_speculative_tokens": options.num_speculative_tokens,
     }
-    additional_config = {**config, ADDITIONAL_CONFIG_KEY: options.model_dump(exclude_none=True)}
+    additional_config = {**config, ADDITIONAL_CONFIG_KEY: options.model_dump(mode="json", exclude_none=True)}
     return [
         *("--scheduler-cls", SCHEDULER_CLS),
         *("--speculative-config", json.dumps(speculative_config)),
@@ -120,7 +121,9 @@ def _read_options(config: object, environ: Mapping[str, str]) -> Options:
     if config is not None and not isinstance(config, dict):
         raise FlagError(f"{ADDITIONAL_CONFIG}: expected an object under {ADDITIONAL_CONFIG_KEY!r}, got {config!r}")
     try:
-        return read_options(config, environ)
+        options = read_options(config, environ)
+        server_grammars(options)  # a bad file must stop us before vLLM loads the model
+        return options
     except OptionsError as error:
         raise FlagError(str(error)) from None
 

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
+from agentspec.sidecar.grammar_store import OWN_GRAMMAR, GrammarStore
+from agentspec.sidecar.grammars import GrammarError
 from agentspec.sidecar.tags import Tags
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
@@ -56,38 +58,6 @@ class DraftClient(Protocol):
         ...
 
 
-class EmbeddedClient:
-    """Drafts from an engine in this process.
-
-    Args:
-        engine: the draft engine; it may be shared, it locks itself.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._step: StepRequest | None = None
-
-    def open(self, handle: int, tokens: TokenIds, tags: Tags, sampling: Sampling, *, namespace: str) -> None:
-        """See `Engine.open`."""
-        self._engine.open(handle, tokens, tags, sampling, namespace=namespace)
-
-    def submit(self, step: StepRequest) -> None:
-        """Keep the step for `collect`; the engine has no thread of its own."""
-        self._step = step
-
-    def collect(self, *, deadline_ms: float) -> StepDrafts | None:
-        """Draft now; rows that are not reached by the deadline get no draft."""
-        step, self._step = self._step, None
-        return None if step is None else self._engine.step(step, deadline_us=max(1, int(deadline_ms * 1000)))
-
-    def close(self, handle: int, reason: FinishReason, true_length: int, tail: TokenIds) -> None:
-        """See `Engine.close`."""
-        self._engine.close(handle, reason, true_length, tail)
-
-    def shutdown(self) -> None:
-        """Nothing to let go of: the engine belongs to its maker."""
-
-
 class Fallbacks:
     """Counts by reason why requests were not drafted for as they should, and logs each reason once a minute.
 
@@ -117,6 +87,52 @@ class Fallbacks:
         """Events since the start, by reason."""
         with self._lock:
             return dict(self._counts)
+
+
+class EmbeddedClient:
+    """Drafts from an engine in this process.
+
+    Args:
+        engine: the draft engine; it may be shared, it locks itself.
+        grammars: those that requests name in their tags; of this engine, and no other store's.
+        fallbacks: counts requests whose grammar can't be had; they follow the engine's own.
+    """
+
+    def __init__(
+        self, engine: Engine, *, grammars: GrammarStore | None = None, fallbacks: Fallbacks | None = None
+    ) -> None:
+        self._engine = engine
+        self._grammars = grammars or GrammarStore(engine)
+        self._fallbacks = fallbacks or Fallbacks()
+        self._step: StepRequest | None = None
+
+    def open(self, handle: int, tokens: TokenIds, tags: Tags, sampling: Sampling, *, namespace: str) -> None:
+        """See `Engine.open`; builds the grammar that the tags name if no request has named it before."""
+        grammar_id = self._find_grammar(namespace, tags)
+        self._engine.open(handle, tokens, tags, sampling, namespace=namespace, grammar_id=grammar_id)
+
+    def submit(self, step: StepRequest) -> None:
+        """Keep the step for `collect`; the engine has no thread of its own."""
+        self._step = step
+
+    def collect(self, *, deadline_ms: float) -> StepDrafts | None:
+        """Draft now; rows that are not reached by the deadline get no draft."""
+        step, self._step = self._step, None
+        return None if step is None else self._engine.step(step, deadline_us=max(1, int(deadline_ms * 1000)))
+
+    def close(self, handle: int, reason: FinishReason, true_length: int, tail: TokenIds) -> None:
+        """See `Engine.close`."""
+        self._engine.close(handle, reason, true_length, tail)
+
+    def shutdown(self) -> None:
+        """Nothing to let go of: the engine belongs to its maker."""
+
+    def _find_grammar(self, namespace: str, tags: Tags) -> int:
+        try:
+            return self._grammars.find(namespace, tags.grammar)
+        except GrammarError as error:
+            self._fallbacks.note("bad_grammar", error)
+            return OWN_GRAMMAR
 
 
 def check_drafts(step: StepRequest, drafts: StepDrafts, vocab_size: int) -> None:

@@ -8,6 +8,8 @@ import inspect
 import logging
 from typing import Any
 
+from agentspec.sidecar.grammars import CHAT, Grammar, choose_grammar
+
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
 
@@ -214,3 +216,22 @@ def read_vocabulary(model_config: Any) -> list[bytes]:
         )
         return [b""] * vocab_size
     return [*map(bytes, vocabulary[:vocab_size]), *[b""] * (vocab_size - len(vocabulary))]
+
+
+def read_grammar(model_config: Any) -> Grammar:
+    """Choose the block markers of a model's family by the chat template and special tokens of its tokenizer.
+
+    A template given to vLLM's API server (`--chat-template`) is not known here.
+    """
+    from vllm.tokenizers import cached_tokenizer_from_config  # noqa: PLC0415  # the CLI imports this without vLLM
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    return CHAT if tokenizer is None else grammar_of(tokenizer)
+
+
+def grammar_of(tokenizer: Any) -> Grammar:
+    """Choose the block markers of a model's family by its tokenizer, of transformers or of vLLM."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = "\n".join(template.values())
+    return choose_grammar(template, [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()])

@@ -6,7 +6,6 @@ tokens to its clients, so that drafting overlaps with that and never delays it.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,15 +16,17 @@ import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, StepTiming, TokenIds
-from agentspec.sidecar.grammars import CHAT
+from agentspec.sidecar.engine import Engine, FinishReason, StepDrafts, StepRequest, StepTiming
+from agentspec.sidecar.grammar_store import GrammarStore, server_grammars
+from agentspec.sidecar.grammars import preset_name
 from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, read_options
 from agentspec.sidecar.tags import UNTAGGED, Tags, TagsError, decode_tags
 from agentspec.sidecar.telemetry import MetricsServer, serve_metrics
 
 from .client import DraftClient, EmbeddedClient, Fallbacks, GuardedClient
-from .compat import probe, read_vocabulary, register, skip_rejection_without_drafts
+from .compat import probe, read_grammar, read_vocabulary, register, skip_rejection_without_drafts
 from .cost_model import StepTimer
+from .request import namespace_of, prompt_tokens, sampling_of
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
@@ -86,6 +87,7 @@ class AgentSpecScheduler(Scheduler):
         self._deadline_ms = self._options.deadline_ms or _default_deadline_ms(self.vllm_config)
         self._fallbacks = Fallbacks()
         self._vocab_size = int(self.vllm_config.model_config.get_vocab_size())
+        self._grammar = read_grammar(self.vllm_config.model_config)
         self._metrics: MetricsServer | None = None
         self._client: DraftClient = GuardedClient(
             self._make_client(),
@@ -163,7 +165,7 @@ class AgentSpecScheduler(Scheduler):
         """Make what drafts and serve its metrics; runs once, before the guard's thread starts."""
         engine = Engine(
             read_vocabulary(self.vllm_config.model_config),
-            CHAT,
+            self._grammar,
             num_speculative_tokens=self._max_draft_tokens,
             history_bytes=self._options.history_bytes,
             is_strict=self._options.isolation == "strict",
@@ -171,7 +173,8 @@ class AgentSpecScheduler(Scheduler):
         if self._options.metrics_port > 0:
             port = self._options.metrics_port + self.parallel_config.data_parallel_index
             self._metrics = serve_metrics(engine, self._fallbacks.counts, port)
-        return EmbeddedClient(engine)
+        grammars = GrammarStore(engine, server_grammars(self._options))
+        return EmbeddedClient(engine, grammars=grammars, fallbacks=self._fallbacks)
 
     def _switch_padding_off(self) -> None:
         """Do without the drafts of -1 that vLLM gives a prompt whose prefix cache lacks its last token only.
@@ -184,13 +187,14 @@ class AgentSpecScheduler(Scheduler):
     def _log_start(self) -> None:
         logger.info(
             "agentspec: hook=v1 mode=embedded policy=%s K=%d arithmetic_intensity=%d deadline_ms=%g namespace=%s "
-            "isolation=%s metrics_port=%s",
+            "isolation=%s grammar=%s metrics_port=%s",
             self._options.policy,
             self._max_draft_tokens,
             self._options.arithmetic_intensity,
             self._deadline_ms,
             self._options.namespace,
             self._options.isolation,
+            preset_name(self._grammar),
             "off" if self._metrics is None else self._metrics.port,
         )
 
@@ -217,10 +221,10 @@ class AgentSpecScheduler(Scheduler):
         row.position = 0
         self._client.open(
             row.handle,
-            _prompt_tokens(request, self._vocab_size),
+            prompt_tokens(request, self._vocab_size),
             row.tags,
-            Sampling(request.sampling_params.temperature, request.use_structured_output),
-            namespace=_namespace(self._options.namespace, request),
+            sampling_of(request),
+            namespace=namespace_of(self._options.namespace, request),
         )
 
     def _close(self, request: Any) -> None:
@@ -343,28 +347,3 @@ def _read_options(vllm_config: Any) -> Options:
 
 def _default_deadline_ms(vllm_config: Any) -> float:
     return CPU_DEADLINE_MS if vllm_config.device_config.device_type == "cpu" else GPU_DEADLINE_MS
-
-
-def _namespace(configured: str, request: Any) -> str:
-    """The tenant of a request: each part narrows the one before. Text of another adapter is another model's text."""
-    parts = [configured]
-    if request.cache_salt:
-        parts.append(f"salt-{_digest(request.cache_salt)}")
-    if request.lora_request is not None:
-        parts.append(f"lora-{_digest(request.lora_request.lora_name)}")
-    return "/".join(parts)
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-
-
-def _prompt_tokens(request: Any, vocab_size: int) -> TokenIds:
-    """The prompt's text; embeddings have none, and placeholders of other modalities may be no token ids."""
-    if request.prompt_token_ids is None:
-        return np.empty(0, np.int32)
-    tokens = np.array(request.prompt_token_ids, np.int64)
-    is_text = (tokens >= 0) & (tokens < vocab_size)
-    if request.prompt_is_token_ids is not None:
-        is_text &= np.array(request.prompt_is_token_ids, bool)
-    return tokens[is_text].astype(np.int32)

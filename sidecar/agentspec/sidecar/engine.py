@@ -59,10 +59,12 @@ class Sampling:
     Attributes:
         temperature: >= 0; 0 is greedy.
         is_structured: the output follows a JSON schema, a regular expression or another grammar of the server.
+        forced_tool: the tool that the output must call; empty: none, or not known.
     """
 
     temperature: float = 0.0
     is_structured: bool = False
+    forced_tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +299,6 @@ class Engine:
         *,
         namespace: str = "",
         grammar_id: int = 0,
-        forced_tool: str = "",
     ) -> None:
         """Make a request known, or bring a known one back to its prompt (idempotent resync).
 
@@ -308,7 +309,6 @@ class Engine:
             sampling: how the target model samples it.
             namespace: the tenant; nothing of a history ever crosses it. The tag's namespace narrows it further.
             grammar_id: which grammar the output follows, see `add_grammar`; 0: the engine's own.
-            forced_tool: the tool that the output must call.
 
         Raises:
             ValueError: a token id is outside the vocabulary; the message names token, position and handle.
@@ -322,7 +322,7 @@ class Engine:
             grammar_id,
             tags.block,
             sampling.is_structured,
-            forced_tool,
+            sampling.forced_tool,
             tags.max_draft_tokens if tags.speculate else 0,
             tags.history == "rw",
             tags.history != "off",

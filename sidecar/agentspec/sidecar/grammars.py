@@ -274,3 +274,8 @@ def choose_grammar(chat_template: str | None, special_tokens: Sequence[str]) -> 
         if any(mark in evidence for mark in marks):
             return grammar
     return REACT if all(label in evidence for label in _REACT_LABELS) else CHAT
+
+
+def preset_name(grammar: Grammar) -> str:
+    """Name of a preset; ``custom`` for any other grammar."""
+    return next((name for name, preset in PRESETS.items() if preset == grammar), "custom")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -30,6 +31,7 @@ class Options(BaseModel):
         deadline_ms: longest wait of a step for its drafts; default 3 on a GPU, 30 on a CPU, whose steps are longer.
         history_bytes: memory of all histories.
         isolation: `soft` weighs the block path in the vote, `strict` walls blocks off from each other.
+        grammars_dir: folder of block grammars, ``<id>.json`` each, that requests may name in their tags.
         metrics_port: Prometheus metrics of the engine, plus the data-parallel rank; 0 switches them off.
     """
 
@@ -42,6 +44,7 @@ class Options(BaseModel):
     deadline_ms: Annotated[float, Field(gt=0, le=10_000, allow_inf_nan=False)] | None = None
     history_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     isolation: Literal["soft", "strict"] = "soft"
+    grammars_dir: Path | None = None
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 9464
 
 

@@ -51,6 +51,10 @@ class MeasuredEngine(Protocol):
         """Bytes of all histories."""
         ...
 
+    def num_recoveries(self) -> int:
+        """Block markers that did not fit the open blocks."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class MetricsServer:
@@ -101,6 +105,11 @@ def make_registry(
 
     meter.create_observable_counter(
         "agentspec_fallbacks", [observe_fallbacks], description="Times that drafting fell back, by reason."
+    )
+    meter.create_observable_counter(
+        "agentspec_block_recoveries",
+        [_observe_one(engine.num_recoveries)],
+        description="Block markers that did not fit the open blocks.",
     )
     gauges = {
         "agentspec_history_tokens": (engine.num_history_tokens, "Output tokens that can be drafted from."),
