@@ -249,7 +249,7 @@ def test_forgetting_keeps_the_newest_text() -> None:
 
 
 def test_forgetting_takes_the_history_that_was_used_least_lately() -> None:
-    client = Client(history_bytes=1 << 17)
+    client = Client(history_bytes=1 << 16)
     for stage in range(100):
         client.write(*range(5, 30), stage=f"{stage}")
         assert client.draft_after(5, 6, stage="0")

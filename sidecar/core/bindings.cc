@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "block_pool.h"
 #include "engine.h"
 
 namespace nb = nanobind;
@@ -142,6 +143,7 @@ NB_MODULE(_core, module) {
   using agentspec::Engine;
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   module.def("allocate_by_redundancy", &Allocate, "scores"_a.noconvert(), "lengths"_a.noconvert(), "token_budget"_a);
+  module.def("pooled_bytes", [] { return agentspec::BlockPool::Shared().UsedBytes(); });
   nb::exception<agentspec::ArchiveError>(module, "ArchiveError", PyExc_ValueError);
   nb::class_<Engine>(module, "Engine")
       .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "answer_starts"_a,

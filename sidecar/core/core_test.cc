@@ -1,11 +1,11 @@
 // Checks of the core that need no Python, for the sanitizers: random plays, generations, budgets, threads.
+#include "core_test.h"
+
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <iterator>
 #include <map>
 #include <numeric>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -16,27 +16,6 @@
 namespace {
 
 using namespace agentspec;
-
-#define CHECK(fact)                                                        \
-  do {                                                                     \
-    if (!(fact)) {                                                         \
-      std::fprintf(stderr, "%s:%d: not: %s\n", __FILE__, __LINE__, #fact); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (false)
-
-class Random {
- public:
-  explicit Random(uint32_t seed) : generator_(seed) {}
-  int Below(int limit) { return static_cast<int>(generator_() % static_cast<uint32_t>(limit)); }
-  template <typename T>
-  T OneOf(std::initializer_list<T> values) {
-    return values.begin()[Below(static_cast<int>(values.size()))];
-  }
-
- private:
-  std::mt19937 generator_;
-};
 
 const std::vector<std::string> kPieces = {"x", "y", "<t>", "</t>", "|", "<", "/t>", "t>", "</t><t>", "||"};
 
@@ -243,61 +222,6 @@ void TestChangedArchivesAreRefusedOrTakenWhole() {
   }
 }
 
-HashedText Hashed(const std::vector<Token>& tokens) {
-  HashedText text;
-  for (Token token : tokens) text.Push(token);
-  return text;
-}
-
-void Append(History& history, const std::vector<Token>& tokens, size_t rotate_at = SIZE_MAX) {
-  History::Chain chain;
-  HashedText text = Hashed(tokens);
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    if (i == rotate_at) history.Rotate();
-    history.Append(chain, tokens[i], text.Context(i, false), 0, 1, 0);
-  }
-}
-
-std::vector<Token> DraftAfter(const History& history, const std::vector<Token>& tokens) {
-  Drafter drafter(DraftWeights{}, false);
-  drafter.Clear();
-  ContextHashes hashes = Hashed(tokens).Context(tokens.size(), false);
-  for (const ContextIndex* index : {history.current(), history.previous()}) {
-    if (index == nullptr) continue;
-    Query query{index, &hashes, tokens.data(), tokens.size(), 0, 999, 0, false};
-    Drafter::Prefetch(query);
-    Drafter::Find(query);
-    drafter.Gather(query);
-  }
-  Draft draft;
-  drafter.Vote(8, Calibration{}, draft);
-  return {draft.tokens.begin(), draft.tokens.begin() + draft.length};
-}
-
-void TestTheGenerationBeforeTheCurrentOneIsStillDraftedFrom() {
-  using Tokens = std::vector<Token>;
-  History history("n", "s", false);
-  Append(history, {kBlockStart, 1, 2, 3});
-  history.Rotate();
-  Append(history, {kBlockStart, 4, 5, 6});
-  CHECK((DraftAfter(history, {kBlockStart, 1}) == Tokens{2, 3}));
-  CHECK((DraftAfter(history, {kBlockStart, 4}) == Tokens{5, 6}));
-  history.Rotate();
-  CHECK((DraftAfter(history, {kBlockStart, 1}) == Tokens{}));
-  CHECK((DraftAfter(history, {kBlockStart, 4}) == Tokens{5, 6}));
-  history.CheckIntegrity();
-}
-
-void TestATextGoesOnInTheNextGeneration() {
-  History history("n", "s", false);
-  std::vector<Token> text = {kBlockStart};
-  for (Token token = 0; token < 200; ++token) text.push_back(token);
-  Append(history, text, 100);
-  CHECK((DraftAfter(history, {7, 8}) == std::vector<Token>{9, 10, 11, 12, 13, 14, 15, 16}));
-  CHECK(DraftAfter(history, {150, 151}).front() == 152);
-  history.CheckIntegrity();
-}
-
 void TestMarkersSplitInAnyWayGiveTheSamePath() {
   Grammar grammar = Rules();
   std::vector<std::string> bytes(256);
@@ -359,8 +283,7 @@ int main() {
   TestBudgetsAreSpentAndNoRowGetsMoreThanItDrafted();
   TestMarkersSplitInAnyWayGiveTheSamePath();
   TestArbitraryBytesNeverEscapeTheTracker();
-  TestTheGenerationBeforeTheCurrentOneIsStillDraftedFrom();
-  TestATextGoesOnInTheNextGeneration();
+  TestIndexes();
   TestChangedArchivesAreRefusedOrTakenWhole();
   TestRandomPlaysKeepIntegrityAndQuota();
   TestThreadsShareOneEngine();

@@ -15,77 +15,107 @@ void Drafter::Gather(const Query& query) {
   std::array<Position, ContextIndex::kBucketPositions> positions;
   int begin = num_candidates_;
   int num_positions = query.index->Positions(query.lookup.value, positions.data());
-  for (int i = 0; i < num_positions; ++i) Add(query, positions[i], begin);
-  if (num_candidates_ - begin >= weights_.min_candidates) return;
+  for (int i = 0; i < num_positions; ++i) Add(query, positions[i]);
+  int num_found = num_candidates_ - begin;
+  if (num_found >= weights_.min_candidates) return;
   num_positions = query.index->Positions(query.lookup.shorter_value, positions.data());
-  for (int i = 0; i < num_positions && num_candidates_ - begin < weights_.min_candidates; ++i)
-    Add(query, positions[i], begin);
+  for (int i = 0; i < num_positions && num_candidates_ - begin < weights_.min_candidates; ++i) {
+    const auto* page = &query.index->page(positions[i] / ContextIndex::kPageTokens);
+    uint32_t offset = positions[i] % ContextIndex::kPageTokens;
+    auto* first = candidates_.data() + begin;
+    if (std::none_of(first, first + num_found,
+                     [&](auto& known) { return known.page == page && known.offset == offset; }))
+      Add(query, positions[i]);
+  }
 }
 
-void Drafter::Add(const Query& query, Position position, int begin) {
-  uint32_t page = position / ContextIndex::kPageTokens;
-  const auto& header = query.index->Header(page);
-  bool is_other_block = header.label != query.label && header.label != kPromptLabel;
+void Drafter::Add(const Query& query, Position position) {
+  const auto& page = query.index->page(position / ContextIndex::kPageTokens);
+  uint32_t offset = position % ContextIndex::kPageTokens;
+  bool is_other_block = page.label != query.label && page.label != kPromptLabel;
   if (is_strict_ && is_other_block) return;
-  if (!query.is_own && header.writer == query.writer) return;  // its own text votes as own evidence
+  if (!query.is_own && page.writer == query.writer) return;  // its own text votes as own evidence
   if (num_candidates_ == kMaxCandidates) return;
-  const Token* text = query.index->PageText(page);
-  const Token* next = text + position % ContextIndex::kPageTokens;
-  for (int i = begin; i < num_candidates_; ++i)
-    if (candidates_[i].next == next) return;
-  int match_length = query.index->MatchLength(position, query.text, query.length);
+  int match_length = query.index->MatchLength(position, *query.text);
   if (match_length == 0) return;  // two contexts with the same hash
   float weight = match_weight_[match_length];
   if (query.is_own) {
     weight *= weights_.own;
   } else {
-    if (header.workflow != query.workflow) weight *= weights_.other_workflow;
+    if (page.workflow != query.workflow) weight *= weights_.other_workflow;
     if (is_other_block) weight *= weights_.other_block;
   }
-  candidates_[num_candidates_++] = {next,         text + header.fill, query.index, page,
-                                    header.label, match_length,       weight,      query.is_own};
+  candidates_[num_candidates_++] = {page[offset],
+                                    weight,
+                                    &page,
+                                    query.index,
+                                    static_cast<uint8_t>(offset),
+                                    static_cast<uint8_t>(page.fill),
+                                    static_cast<uint8_t>(match_length),
+                                    query.is_own,
+                                    page.label};
 }
 
-void Drafter::Advance(Candidate& candidate) const {
+bool Drafter::Advance(Candidate& candidate) const {
   do {
-    if (++candidate.next == candidate.page_end) {
-      uint32_t page = candidate.index->Header(candidate.page).next;
-      if (page == ContextIndex::kNoPage || (is_strict_ && (candidate.index->Header(page).label != candidate.label ||
-                                                           candidate.index->Header(page).starts_block))) {
-        candidate.next = nullptr;
-        return;
-      }
-      candidate.page = page;
-      candidate.next = candidate.index->PageText(page);
-      candidate.page_end = candidate.next + candidate.index->Header(page).fill;
+    if (++candidate.offset == candidate.fill) {
+      uint32_t index = candidate.page->next;
+      if (index == ContextIndex::kNoPage) return false;
+      candidate.page = &candidate.index->page(index);
+      if (is_strict_ && (candidate.page->label != candidate.label || candidate.page->starts_block)) return false;
+      candidate.offset = 0;
+      candidate.fill = static_cast<uint8_t>(candidate.page->fill);
     }
-    if (is_strict_ && *candidate.next == kBlockStart) {
-      candidate.next = nullptr;
-      return;
-    }
-  } while (*candidate.next == kBlockStart);
+    candidate.next = (*candidate.page)[candidate.offset];
+    if (is_strict_ && candidate.next == kBlockStart) return false;
+  } while (candidate.next == kBlockStart);
+  return true;
 }
 
-Drafter::Winner Drafter::Poll() const {
-  Winner polled[kMaxCandidates];  // the first num_polled entries
-  int num_polled = 0;
-  float total = 0;
-  for (int i = 0; i < num_candidates_; ++i) {
-    const Candidate& candidate = candidates_[i];
-    total += candidate.weight;
-    int j = 0;
-    while (j < num_polled && polled[j].token != *candidate.next) ++j;
-    if (j == num_polled) polled[num_polled++] = {*candidate.next, 0, 0, 0, 0, false, false};
-    polled[j].weight += candidate.weight;
-    polled[j].support += 1;
-    polled[j].match_length = std::max(polled[j].match_length, candidate.match_length);
-    (candidate.is_own ? polled[j].is_own : polled[j].is_shared) = true;
+inline Drafter::Winner Drafter::Winner::Of(const Candidate& candidate) {
+  return {candidate.next, candidate.weight, 1, candidate.match_length, candidate.is_own, !candidate.is_own};
+}
+
+inline void Drafter::Winner::Add(const Candidate& candidate) {
+  weight += candidate.weight;
+  support += 1;
+  match_length = std::max<int>(match_length, candidate.match_length);
+  (candidate.is_own ? is_own : is_shared) = true;
+}
+
+Drafter::Winner Drafter::Poll(float& total) const {
+  const Candidate* end = candidates_.data() + num_candidates_;
+  const Candidate* other = candidates_.data() + 1;
+  Winner first = Winner::Of(candidates_[0]);
+  for (; other != end && other->next == first.token; ++other) first.Add(*other);
+  total = first.weight;
+  if (other == end) return first;
+
+  std::array<Winner, kMaxCandidates> polled;
+  polled[0] = first;
+  int num_polled = 1;
+  for (; other != end; ++other) {
+    total += other->weight;
+    int i = 0;
+    while (i < num_polled && polled[i].token != other->next) ++i;
+    if (i < num_polled)
+      polled[i].Add(*other);
+    else
+      polled[num_polled++] = Winner::Of(*other);
   }
-  if (num_polled == 0) return {kBlockStart, 0, 0, 0, 0, false, false};
-  Winner best = *std::max_element(polled, polled + num_polled,
-                                  [](const Winner& a, const Winner& b) { return a.weight < b.weight; });
-  best.total = total;
-  return best;
+  return *std::max_element(polled.begin(), polled.begin() + num_polled,
+                           [](const Winner& a, const Winner& b) { return a.weight < b.weight; });
+}
+
+void Drafter::Follow(Token token) {
+  int num_left = 0;
+  for (int i = 0; i < num_candidates_; ++i) {
+    Candidate& candidate = candidates_[i];
+    if (candidate.next != token || !Advance(candidate)) continue;
+    if (num_left != i) candidates_[num_left] = candidate;
+    ++num_left;
+  }
+  num_candidates_ = num_left;
 }
 
 void Drafter::Vote(int max_length, const Calibration& calibration, Draft& draft) {
@@ -93,17 +123,17 @@ void Drafter::Vote(int max_length, const Calibration& calibration, Draft& draft)
   draft.redundancy = 0;
   float predicted = 1;
   float survival = 1;
-  while (draft.length < max_length) {
+  while (draft.length < max_length && num_candidates_ > 0) {
     int depth = draft.length;
-    Winner winner = Poll();
-    if (winner.support == 0) return;
+    float total;
+    Winner winner = Poll(total);
     int match_length = winner.match_length + depth;
     // Never-seen continuations get the weight of one candidate, less the longer the match has proved itself.
     float escape = weights_.escape * match_weight_[winner.match_length] / static_cast<float>(1 + match_length);
-    float consensus = winner.weight / winner.total;
+    float consensus = winner.weight / total;
     auto cell = Calibration::CellOf(
         {winner.is_own, winner.is_shared, depth, match_length, winner.support, std::min(consensus, 1.0f)});
-    predicted *= calibration.Probability(cell, winner.weight / (winner.total + escape));
+    predicted *= calibration.Probability(cell, winner.weight / (total + escape));
     survival = std::min(survival, calibration.Survival(predicted, depth));
     if (depth == 0) {
       auto support = static_cast<float>(winner.support);
@@ -111,19 +141,9 @@ void Drafter::Vote(int max_length, const Calibration& calibration, Draft& draft)
     }
     // The first token is followed at any rate: evidence that nobody follows would never be believed again.
     if (depth > 0 && survival < weights_.min_survival) return;
-    draft.tokens[depth] = winner.token;
-    draft.predicted[depth] = predicted;
-    draft.survival[depth] = survival;
-    draft.cell[depth] = cell;
+    draft.tokens[depth] = {winner.token, survival, predicted, cell};
     ++draft.length;
-    int num_alive = 0;
-    for (int i = 0; i < num_candidates_; ++i) {
-      Candidate& candidate = candidates_[i];
-      if (*candidate.next != winner.token) continue;
-      Advance(candidate);
-      if (candidate.next != nullptr) candidates_[num_alive++] = candidate;
-    }
-    num_candidates_ = num_alive;
+    if (draft.length < max_length) Follow(winner.token);
   }
 }
 

@@ -24,24 +24,27 @@ struct DraftWeights {
   int min_candidates = 4;          // fewer: the next shorter context votes too
 };
 
+struct DraftToken {
+  Token token;
+  float survival;          // P(it and all before it are accepted); never rises along a draft
+  float predicted;         // the same before the second stage of calibration
+  Calibration::Cell cell;  // kind of its evidence
+};
+
 struct Draft {
   int length = 0;
-  std::array<Token, kMaxDraftTokens> tokens;
-  std::array<float, kMaxDraftTokens> survival;          // P(token and all before it are accepted); never rises
-  std::array<float, kMaxDraftTokens> predicted;         // the same before the second stage of calibration
-  std::array<Calibration::Cell, kMaxDraftTokens> cell;  // kind of evidence of each token
   float redundancy = 0;  // consensus of the first token x support / (support + support_half), in [0, 1]
+  std::array<DraftToken, kMaxDraftTokens> tokens;
 };
 
 // The end of a text, and where a drafter looks for its continuation.
 struct Query {
   const ContextIndex* index;
-  const ContextHashes* hashes;  // of the text's end
-  const Token* text;
-  size_t length;  // of the text, at least kMaxContext of it if it is that long
-  Label label;    // block path of the next token
-  uint32_t writer;
+  const ContextTags* contexts;  // of the text's end
+  const TextWindow* text;
+  Label label;  // block path of the next token
   uint16_t workflow;
+  uint32_t writer;
   bool is_own;  // index of the request itself
   ContextIndex::Lookup lookup{};
 };
@@ -50,13 +53,11 @@ class Drafter {
  public:
   Drafter(DraftWeights weights, bool is_strict);
 
-  // Drafting runs in phases over a group of queries, so that their memory reads overlap: Prefetch all, Find all, then
-  // Gather those of one request and Vote.
-  static void Prefetch(const Query& query) { query.index->PrefetchSlots(*query.hashes); }
-  static void Find(Query& query) {
-    query.lookup = query.index->Find(*query.hashes);
-    query.index->PrefetchText(query.lookup);
-  }
+  // Drafting runs in phases over a group of queries, so that their memory reads overlap: Prefetch all, Find all,
+  // PrefetchText all, then Gather those of one request and Vote.
+  static void Prefetch(const Query& query) { query.index->PrefetchSlots(*query.contexts); }
+  static void Find(Query& query) { query.lookup = query.index->Find(*query.contexts); }
+  static void PrefetchText(const Query& query) { query.index->PrefetchText(query.lookup); }
   void Clear() { num_candidates_ = 0; }
   void Gather(const Query& query);
   // Drafts at most `max_length` tokens from the candidates gathered since Clear.
@@ -64,29 +65,34 @@ class Drafter {
 
  private:
   struct Candidate {
-    const Token* next;  // its continuation; a candidate without one is removed
-    const Token* page_end;
-    const ContextIndex* index;
-    uint32_t page;
-    Label label;  // of its continuation's first token
-    int match_length;
+    Token next;  // its continuation; a candidate without one is removed
     float weight;
+    const ContextIndex::Page* page;
+    const ContextIndex* index;
+    uint8_t offset, fill;  // of the continuation in its page
+    uint8_t match_length;
     bool is_own;
+    Label label;  // of the continuation's first token
   };
   static constexpr int kMaxCandidates = 64;
 
-  void Add(const Query& query, Position position, int begin);
-  // To the candidate's next token past block starts; `next` is nullptr when there is none.
-  void Advance(Candidate& candidate) const;
+  void Add(const Query& query, Position position);
+  // To the next token past block starts; false when there is none.
+  bool Advance(Candidate& candidate) const;
   struct Winner {
     Token token;
     float weight;
-    float total;  // weight of all candidates that still have a continuation
-    int support;  // candidates that continue with the token; 0: there is none
+    int support;  // candidates that continue with the token
     int match_length;
     bool is_own, is_shared;
+
+    static Winner Of(const Candidate& candidate);
+    void Add(const Candidate& candidate);
   };
-  Winner Poll() const;
+  // The token with most weight among the candidates, of which there is one; `total`: the weight of all.
+  Winner Poll(float& total) const;
+  // Leaves the candidates that continue with `token`, each at its next token.
+  void Follow(Token token);
 
   DraftWeights weights_;
   bool is_strict_;

@@ -11,6 +11,7 @@ namespace {
 
 constexpr size_t kGroupSize = 16;          // requests whose memory reads overlap
 constexpr size_t kMaxPromptTokens = 8192;  // the last tokens of a prompt that are indexed
+constexpr size_t kStoredAtOnce = 256;      // tokens between two looks at the quota
 constexpr size_t kMaxStatsRows = 4096;
 constexpr size_t kMaxCalibrations = 1024;          // more namespaces than that: all start anew
 constexpr int64_t kMaxDeadlineUs = 3'600'000'000;  // an hour: far from overflow
@@ -26,72 +27,11 @@ std::string Join(std::initializer_list<std::string_view> parts) {
   return key;
 }
 
-uint16_t HashWorkflow(std::string_view workflow_id) {
-  uint32_t hash = 2166136261u;  // FNV-1a
-  for (char byte : workflow_id) hash = (hash ^ static_cast<uint8_t>(byte)) * 16777619u;
-  return static_cast<uint16_t>(hash ^ hash >> 16);
-}
-
 }  // namespace
-
-struct Engine::Request {
-  Request(const Engine& engine, LabelTable& labels, std::span<const Token> prompt, RequestOptions request_options,
-          uint32_t request_writer)
-      : options(std::move(request_options)),
-        writer(request_writer),
-        workflow(HashWorkflow(options.workflow_id)),
-        grammar(engine.grammars_.Find(options.grammar_id)),
-        tracker(engine.vocabulary_, *grammar, labels,
-                {options.start_block, prompt, options.is_structured, options.forced_tool}),
-        own(engine.options_.is_strict) {}
-
-  void AppendText(Token token, Label label, bool is_strict, bool starts_block = false) {
-    own_page = own.Append(own_page, token, text.Context(text.size(), is_strict), label, writer, workflow, starts_block);
-    text.Push(token);
-  }
-  void CompareShadow(Token token);
-  // The output's first contexts reach back into the prompt.
-  void PushPromptTail(std::span<const Token> prompt) {
-    output_begin = std::min(prompt.size(), kPromptTailTokens);
-    for (Token token : prompt.last(output_begin)) output.Push(token);
-    output_label.assign(output_begin, kPromptTailLabel);
-  }
-  void StartBlock(bool is_marked) {
-    starts_block = true;
-    if (!is_marked) return;
-    output.Push(kBlockStart);
-    output_label.push_back(tracker.label());
-  }
-
-  RequestOptions options;
-  uint32_t writer;
-  uint16_t workflow;
-  std::shared_ptr<const Grammar> grammar;
-  BlockTracker tracker;
-  HashedText text;   // the prompt's end and the output
-  ContextIndex own;  // of `text`
-  uint32_t own_page = ContextIndex::kNoPage;
-  HashedText output;                // after the prompt's tail; with kBlockStart at each block's start
-  size_t output_begin = 0;          // where it begins in `output`
-  bool starts_block = false;        // the next output token does
-  std::vector<Label> output_label;  // of each token in `output`
-  uint64_t last_step = 0;           // clock of the engine at its last step
-  int64_t num_output = 0;           // output tokens taken in
-  int64_t num_published = 0;        // tokens of `output` that entered the history; stays through a resync
-  std::shared_ptr<History> history;
-  bool is_discarded = false;  // its namespace was deleted since it opened: it stores and counts nothing any more
-  History::Chain chain;
-  BlockStats* stats = nullptr;  // row of the current block
-  Draft draft;                  // the last one
-  std::shared_ptr<Calibration> calibration;
-  Draft shadow;             // a draft that is being compared with what the request goes on to write
-  int shadow_accepted = 0;  // tokens of it that were right so far
-};
 
 struct Engine::Group {
   struct Member {
     Request* request;
-    ContextHashes text_context, output_context;
     size_t first_query, num_queries;
   };
   std::array<Member, kGroupSize> members;
@@ -105,9 +45,11 @@ Engine::Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_off
     : options_(options),
       vocabulary_(std::move(vocabulary_bytes), std::move(vocabulary_offsets)),
       grammars_(std::move(grammar)),
-      drafter_(options.weights, options.is_strict) {}
-
-Engine::~Engine() = default;
+      drafter_(options.weights, options.is_strict) {
+  if (vocabulary_.size() > kMaxVocabulary)
+    Refuse("vocabulary: expected at most " + std::to_string(kMaxVocabulary) + " tokens, got " +
+           std::to_string(vocabulary_.size()));
+}
 
 void Engine::CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const {
   for (size_t i = 0; i < tokens.size(); ++i)
@@ -122,12 +64,10 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   if (options.max_draft_tokens < 0 || options.max_draft_tokens > kMaxDraftTokens)
     Refuse("max_draft_tokens: expected 0 to 64, got " + std::to_string(options.max_draft_tokens));
   std::unique_lock lock(mutex_);
-  auto request = std::make_unique<Request>(*this, labels_, prompt, options, next_writer_++);
+  auto request = std::make_unique<Request>(vocabulary_, grammars_.Find(options.grammar_id), labels_, prompt, options,
+                                           next_writer_++, options_.is_strict);
   lock.unlock();  // nobody else knows the request yet, and a long prompt must not hold up a step
-  for (Token token : prompt.subspan(prompt.size() - std::min(prompt.size(), kMaxPromptTokens)))
-    request->AppendText(token, kPromptLabel, options_.is_strict);
-  if (!options_.is_strict) request->PushPromptTail(prompt);
-  request->StartBlock(options_.has_block_starts);
+  request->IndexPrompt(prompt.last(std::min(prompt.size(), kMaxPromptTokens)));
   lock.lock();
   ++clock_;
   request->history = options.is_reader ? FindHistory(options.history_namespace, options.stage) : nullptr;
@@ -143,8 +83,10 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   if (slot && slot->history == request->history) {
     request->num_published = slot->num_published;
     request->chain = slot->chain;
-    request->writer = slot->writer;
+    request->source = slot->source;
   }
+  if (!options_.is_strict) request->PushPromptTail(prompt);
+  request->StartBlock(options_.has_block_starts);
   slot = std::move(request);
 }
 
@@ -214,7 +156,7 @@ void Engine::CheckStep(const StepInput& input) const {
   CheckTokens(input.token_ids, "token_ids", -1);
 }
 
-std::vector<Engine::Request*> Engine::FindRows(const StepInput& input) {
+std::vector<Request*> Engine::FindRows(const StepInput& input) {
   std::vector<Request*> rows(input.handles.size());
   for (size_t row = 0; row < rows.size(); ++row) {
     auto found = requests_.find(input.handles[row]);
@@ -242,7 +184,7 @@ StepOutput Engine::Step(const StepInput& input) {
   std::vector<Request*> rows = FindRows(input);
   for (size_t begin = 0; begin < num_rows; begin += kGroupSize) {
     size_t end = std::min(begin + kGroupSize, num_rows);
-    PrefetchPublish(std::span(rows).subspan(begin, end - begin));
+    PrefetchTakeIn(std::span(rows).subspan(begin, end - begin));
     for (size_t row = begin; row < end; ++row) {
       if (rows[row] != nullptr)
         TakeIn(input, row, *rows[row]);
@@ -256,10 +198,7 @@ StepOutput Engine::Step(const StepInput& input) {
   for (size_t row = 0; row < num_rows; ++row) {
     if (rows[row] == nullptr) continue;
     const Draft& draft = rows[row]->draft;
-    lengths[row] =
-        static_cast<int32_t>(std::partition_point(draft.survival.begin(), draft.survival.begin() + draft.length,
-                                                  [&](float survival) { return survival >= options_.min_survival; }) -
-                             draft.survival.begin());
+    while (lengths[row] < draft.length && draft.tokens[lengths[row]].survival >= options_.min_survival) ++lengths[row];
     output.redundancy[row] = draft.redundancy;
   }
   AllocateByRedundancy(output.redundancy.data(), lengths.data(), num_rows, input.token_budget,
@@ -268,9 +207,10 @@ StepOutput Engine::Step(const StepInput& input) {
     if (rows[row] == nullptr) continue;
     Draft& draft = rows[row]->draft;
     draft.length = output.draft_lengths[row];
-    output.draft_token_ids.insert(output.draft_token_ids.end(), draft.tokens.begin(),
-                                  draft.tokens.begin() + draft.length);
-    output.survival.insert(output.survival.end(), draft.survival.begin(), draft.survival.begin() + draft.length);
+    for (const DraftToken& token : std::span(draft.tokens).first(static_cast<size_t>(draft.length))) {
+      output.draft_token_ids.push_back(token.token);
+      output.survival.push_back(token.survival);
+    }
   }
   return output;
 }
@@ -278,41 +218,38 @@ StepOutput Engine::Step(const StepInput& input) {
 void Engine::TakeIn(const StepInput& input, size_t row, Request& request) {
   auto begin = static_cast<size_t>(input.token_offsets[row]);
   size_t num_tokens = static_cast<size_t>(input.token_offsets[row + 1]) - begin;
-  Publish(request, request.output.size());
+  Publish(request);
   if (num_tokens > 0) request.stats->Count(input.num_draft_tokens[row], input.num_accepted_tokens[row], num_tokens);
   Ingest(request, input.token_ids.subspan(begin, num_tokens));
   request.draft.length = 0;
   request.draft.redundancy = 0;
 }
 
-void Engine::PrefetchPublish(std::span<Request* const> rows) const {
-  for (auto prefetch : {&ContextIndex::PrefetchSlots, &ContextIndex::PrefetchBuckets}) {
-    for (const Request* request : rows) {
-      if (request == nullptr || !request->history || !request->options.is_recorded) continue;
-      for (auto i = static_cast<size_t>(request->num_published); i < request->output.size(); ++i)
-        (request->history->current()->*prefetch)(request->output.Context(i, options_.is_strict));
-    }
-  }
+void Engine::PrefetchTakeIn(std::span<Request* const> rows) const {
+  auto for_each = [&](auto prefetch) {
+    for (const Request* request : rows)
+      if (request != nullptr) prefetch(*request);
+  };
+  for_each([](const Request& request) {
+    request.own.PrefetchSlots(request.text_contexts);
+    if (!request.is_stored()) return;
+    for (const FiledToken& filed : request.pending) request.history->current()->PrefetchSlots(filed.contexts);
+  });
+  for_each([](const Request& request) {
+    request.own.PrefetchPage(request.own_page);
+    request.own.Find(request.text_contexts);
+    if (!request.is_stored()) return;
+    request.history->PrefetchEnd(request.chain);
+    for (const FiledToken& filed : request.pending) request.history->current()->Find(filed.contexts);
+  });
 }
 
-void Engine::Request::CompareShadow(Token token) {
-  if (shadow.length == 0) return;
-  bool is_accepted = shadow.tokens[shadow_accepted] == token;
-  calibration->RecordToken(shadow.cell[shadow_accepted], is_accepted);
-  shadow_accepted += is_accepted;
-  if (is_accepted && shadow_accepted < shadow.length) return;
-  for (int depth = 0; depth < shadow.length; ++depth)
-    calibration->RecordSurvival(shadow.predicted[depth], depth, depth < shadow_accepted);
-  shadow.length = 0;
-}
-
-void Engine::Ingest(Request& request, std::span<const Token> tokens) {
+void Engine::Ingest(Request& request, std::span<const Token> tokens, bool is_last) {
   for (Token token : tokens) {
     request.CompareShadow(token);
-    Label label = request.tracker.label();
-    request.AppendText(token, label, options_.is_strict, std::exchange(request.starts_block, false));
-    request.output.Push(token);
-    request.output_label.push_back(label);
+    bool starts_block = std::exchange(request.starts_block, false);
+    if (!is_last) request.PushText(token, request.tracker.label(), starts_block);
+    request.PushOutput(token);
     if (request.tracker.Advance(vocabulary_, *request.grammar, labels_, token)) {
       request.StartBlock(options_.has_block_starts);
       request.stats = FindStats(request);
@@ -321,21 +258,21 @@ void Engine::Ingest(Request& request, std::span<const Token> tokens) {
   request.num_output += static_cast<int64_t>(tokens.size());
 }
 
-void Engine::Publish(Request& request, size_t end) {
-  auto first = static_cast<size_t>(request.num_published);
-  if (first >= end || !request.history || !request.options.is_recorded) return;
-  Store(*request.history, request.chain, request.output, {first, end}, request.output_label, request.writer,
-        request.workflow);
-  request.num_published = static_cast<int64_t>(end);
+void Engine::Publish(Request& request) {
+  if (request.pending.empty() || !request.is_stored()) return;
+  Store(*request.history, request.chain, request.pending, request.source);
+  request.num_published += static_cast<int64_t>(request.pending.size());
+  request.pending.clear();
   request.history->last_used = clock_;
 }
 
-void Engine::Store(History& history, History::Chain& chain, const HashedText& text, TokenRange range,
-                   const std::vector<Label>& labels, uint32_t writer, uint16_t workflow) {
+void Engine::Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens, TextSource source) {
   size_t bytes_before = history.MemoryBytes();
-  for (size_t i = range.begin; i < range.end; ++i) {
-    history.Append(chain, text[i], text.Context(i, options_.is_strict), labels[i], writer, workflow);
+  while (!tokens.empty()) {
+    auto some = tokens.first(std::min(tokens.size(), kStoredAtOnce));
+    history.Append(chain, some, source);
     if (history.CurrentBytes() > options_.history_bytes / 2) history.Rotate();  // of a huge text the end stays
+    tokens = tokens.subspan(some.size());
   }
   if (history.CurrentBytes() > options_.history_bytes / kGenerationsPerQuota) history.Rotate();
   history_bytes_ += history.MemoryBytes() - bytes_before;
@@ -375,6 +312,7 @@ void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, C
     }
     for (size_t i = 0; i < group.num_queries; ++i) Drafter::Prefetch(group.queries[i]);
     for (size_t i = 0; i < group.num_queries; ++i) Drafter::Find(group.queries[i]);
+    for (size_t i = 0; i < group.num_queries; ++i) Drafter::PrefetchText(group.queries[i]);
     for (size_t i = 0; i < group.num_members; ++i) {
       const auto& member = group.members[i];
       drafter_.Clear();
@@ -382,7 +320,8 @@ void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, C
       Request& request = *member.request;
       drafter_.Vote(room[i], *request.calibration, request.draft);
       if (options_.has_calibration && request.shadow.length == 0) {
-        request.shadow = request.draft;
+        request.shadow.length = request.draft.length;
+        std::copy_n(request.draft.tokens.begin(), request.draft.length, request.shadow.tokens.begin());
         request.shadow_accepted = 0;
       }
     }
@@ -391,19 +330,18 @@ void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, C
 
 void Engine::AddQueries(Request& request, Group& group) {
   auto& member = group.members[group.num_members++];
-  member = {&request, request.text.Context(request.text.size(), options_.is_strict),
-            request.output.Context(request.output.size(), options_.is_strict), group.num_queries, 0};
+  member = {&request, group.num_queries, 0};
   Label label = request.tracker.label();
-  auto add = [&](const ContextIndex* index, const ContextHashes* hashes, const HashedText& text, bool is_own) {
-    group.queries[group.num_queries++] = {index, hashes,         text.data(),      text.size(),
-                                          label, request.writer, request.workflow, is_own};
+  auto add = [&](const ContextIndex* index, const ContextTags& contexts, const TextWindow& text, bool is_own) {
+    group.queries[group.num_queries++] = {
+        index, &contexts, &text, label, request.source.workflow, request.source.writer, is_own};
     ++member.num_queries;
   };
-  if (options_.has_own) add(&request.own, &member.text_context, request.text, true);
+  if (options_.has_own) add(&request.own, request.text_contexts, request.text, true);
   if (!request.history) return;
   request.history->last_used = clock_;
-  add(request.history->current(), &member.output_context, request.output, false);
-  if (request.history->previous()) add(request.history->previous(), &member.output_context, request.output, false);
+  add(request.history->current(), request.output_contexts, request.output, false);
+  if (request.history->previous()) add(request.history->previous(), request.output_contexts, request.output, false);
 }
 
 void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std::span<const Token> tail) {
@@ -419,17 +357,19 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
   if (!tail.empty()) {
     // The last step's verdict: what of the last draft the output went along with.
     auto draft = std::span(request.draft.tokens).first(static_cast<size_t>(request.draft.length));
-    auto num_accepted = std::mismatch(draft.begin(), draft.end(), tail.begin(), tail.end()).first - draft.begin();
+    auto agree = [](const DraftToken& drafted, Token token) { return drafted.token == token; };
+    auto num_accepted =
+        std::mismatch(draft.begin(), draft.end(), tail.begin(), tail.end(), agree).first - draft.begin();
     request.stats->Count(request.draft.length, num_accepted, tail.size());
-    Ingest(request, tail);
+    Ingest(request, tail, true);
   }
   // What was handed over past the true length is dropped: it was provisional, so it has not been published yet.
-  size_t end = request.output_begin;
-  int64_t num_tokens = 0;
-  while (end < request.output.size() && (request.output[end] == kBlockStart || num_tokens < true_length))
-    num_tokens += request.output[end++] != kBlockStart;
-  while (end > request.output_begin && request.output[end - 1] == kBlockStart) --end;  // no block follows an end
-  if (reason != FinishReason::kError && end > request.output_begin) Publish(request, end);
+  auto& pending = request.pending;
+  for (int64_t excess = request.num_output - true_length; excess > 0 && !pending.empty(); pending.pop_back())
+    excess -= pending.back().token != kBlockStart;
+  while (!pending.empty() && pending.back().token == kBlockStart) pending.pop_back();  // no block follows an end
+  if (!pending.empty() && pending.back().label == kPromptTailLabel) pending.clear();   // nothing follows the prompt
+  if (reason != FinishReason::kError) Publish(request);
   num_recoveries_ += request.tracker.num_recoveries();
   if (request.history) request.history->last_used_at = Clock::now();
   requests_.erase(found);

@@ -17,6 +17,7 @@
 #include "drafter.h"
 #include "grammar.h"
 #include "history.h"
+#include "request.h"
 #include "types.h"
 
 namespace agentspec {
@@ -32,21 +33,6 @@ struct EngineOptions {
   bool has_calibration = true;
   bool has_prior = true;  // calibration starts from what was seen on other text
   DraftWeights weights;
-};
-
-// What is known of a request when it opens.
-struct RequestOptions {
-  std::string history_namespace;  // a wall: nothing is shared across it
-  std::string workflow_id;
-  std::string stage;
-  int grammar_id = 0;          // see AddGrammar
-  std::string start_block;     // block path at the first output token; empty: read from prompt and request
-  bool is_structured = false;  // the output is bare JSON
-  std::string forced_tool;     // the tool that the output must call; empty: none
-  int max_draft_tokens = kMaxDraftTokens;
-  bool is_recorded = true;  // its output enters the history
-  bool is_reader = true;    // it drafts from the history
-  bool is_greedy = true;    // the target model samples at temperature 0
 };
 
 // Struct of arrays over the rows of a batch; see StepRequest in engine.py.
@@ -72,29 +58,10 @@ struct StepOutput {
 
 enum class FinishReason { kStop = 0, kLength = 1, kAbort = 2, kError = 3 };
 
-struct BlockStats {
-  std::string history_namespace, workflow_id, stage, block;
-  int64_t num_steps = 0;
-  int64_t num_drafts = 0;
-  int64_t num_draft_tokens = 0;
-  int64_t num_accepted_tokens = 0;
-  int64_t num_tokens = 0;
-
-  // One step of one request.
-  void Count(int64_t draft_tokens, int64_t accepted_tokens, size_t tokens) {
-    num_steps += 1;
-    num_drafts += draft_tokens > 0;
-    num_draft_tokens += draft_tokens;
-    num_accepted_tokens += accepted_tokens;
-    num_tokens += static_cast<int64_t>(tokens);
-  }
-};
-
 // Thread-safe: every public call holds one lock.
 class Engine {
  public:
   Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_offsets, Grammar grammar, EngineOptions options);
-  ~Engine();  // Request is complete in engine.cc only
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
@@ -136,7 +103,6 @@ class Engine {
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct Request;
   struct Group;  // requests whose queries are looked up together
 
   void CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const;
@@ -150,16 +116,13 @@ class Engine {
   // Throws std::invalid_argument, nothing changed: a handle occurs twice.
   std::vector<Request*> FindRows(const StepInput& input);
   void TakeIn(const StepInput& input, size_t row, Request& request);
-  void PrefetchPublish(std::span<Request* const> rows) const;
-  void Ingest(Request& request, std::span<const Token> tokens);
-  // Files the first `end` tokens of the request's output; they can't be taken back.
-  void Publish(Request& request, size_t end);
-  struct TokenRange {
-    size_t begin, end;
-  };
-  // Appends a range of `text`, whose tokens have the block paths `labels`, to a history within the quota.
-  void Store(History& history, History::Chain& chain, const HashedText& text, TokenRange range,
-             const std::vector<Label>& labels, uint32_t writer, uint16_t workflow);
+  void PrefetchTakeIn(std::span<Request* const> rows) const;
+  // `is_last`: the request ends with them, nothing is drafted any more.
+  void Ingest(Request& request, std::span<const Token> tokens, bool is_last = false);
+  // Files what of the request's output is not in the history yet; it can't be taken back.
+  void Publish(Request& request);
+  // Appends to a history within the quota.
+  void Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens, TextSource source);
   void DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline);
   void AddQueries(Request& request, Group& group);
   void ForgetOldest();

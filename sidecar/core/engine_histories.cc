@@ -20,7 +20,7 @@ std::string Engine::Export(const std::string& history_namespace) const {
     writer.BeginHistory(history->history_namespace, history->stage);
     for (const auto& generation : generations) {
       for (uint32_t page = 0; page < generation->num_pages(); ++page) {
-        if (generation->Header(page).previous != ContextIndex::kNoPage) continue;
+        if (generation->page(page).previous != ContextIndex::kNoPage) continue;
         if (ArchivedText text = ReadText(*generation, page); !text.tokens.empty()) writer.AddText(text);
         lock.unlock();  // steps go on between two texts
         lock.lock();
@@ -32,15 +32,15 @@ std::string Engine::Export(const std::string& history_namespace) const {
 }
 
 ArchivedText Engine::ReadText(const ContextIndex& index, uint32_t page) const {
-  ArchivedText text{index.Header(page).workflow, {}, {}, {}};
-  for (; page != ContextIndex::kNoPage && index.Header(page).label == kPromptTailLabel; page = index.Header(page).next)
-    text.prompt_tail.insert(text.prompt_tail.end(), index.PageText(page),
-                            index.PageText(page) + index.Header(page).fill);
-  if (page != ContextIndex::kNoPage) text.paths.push_back(labels_.Path(index.Header(page).label));
-  for (; page != ContextIndex::kNoPage; page = index.Header(page).next) {
-    for (int i = 0; i < index.Header(page).fill; ++i) {
-      text.tokens.push_back(index.PageText(page)[i]);
-      if (text.tokens.back() == kBlockStart) text.paths.push_back(labels_.Path(index.Header(page).label));
+  ArchivedText text{index.page(page).workflow, {}, {}, {}};
+  auto next = [&] { return static_cast<uint32_t>(index.page(page).next); };
+  for (; page != ContextIndex::kNoPage && index.page(page).label == kPromptTailLabel; page = next())
+    for (uint32_t i = 0; i < index.page(page).fill; ++i) text.prompt_tail.push_back(index.page(page)[i]);
+  if (page != ContextIndex::kNoPage) text.paths.push_back(labels_.Path(index.page(page).label));
+  for (; page != ContextIndex::kNoPage; page = next()) {
+    for (uint32_t i = 0; i < index.page(page).fill; ++i) {
+      text.tokens.push_back(index.page(page)[i]);
+      if (text.tokens.back() == kBlockStart) text.paths.push_back(labels_.Path(index.page(page).label));
     }
   }
   return text;
@@ -63,18 +63,22 @@ size_t Engine::Import(std::string_view archive) {
 }
 
 void Engine::StoreArchived(History& history, const ArchivedText& archived) {
-  HashedText text;
-  for (Token token : archived.prompt_tail) text.Push(token);
-  std::vector<Label> labels(archived.prompt_tail.size(), kPromptTailLabel);
+  TextWindow text(options_.is_strict);
+  std::vector<FiledToken> tokens;
+  tokens.reserve(archived.prompt_tail.size() + archived.tokens.size());
+  auto push = [&](Token token, Label label) {
+    tokens.push_back({token, label, false, text.Tags()});
+    text.Push(token);
+  };
+  for (Token token : archived.prompt_tail) push(token, kPromptTailLabel);
   auto path = archived.paths.begin();
   Label label = labels_.Find(*path);
   for (Token token : archived.tokens) {
     if (token == kBlockStart) label = labels_.Find(*++path);
-    text.Push(token);
-    labels.push_back(label);
+    push(token, label);
   }
   History::Chain chain;
-  Store(history, chain, text, {0, text.size()}, labels, next_writer_++, archived.workflow);
+  Store(history, chain, tokens, {next_writer_++, archived.workflow});
 }
 
 size_t Engine::ForgetUnused(double max_age_s) {

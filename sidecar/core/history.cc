@@ -2,16 +2,13 @@
 
 namespace agentspec {
 
-void History::Append(Chain& chain, Token token, const ContextHashes& hashes, Label label, uint32_t writer,
-                     uint16_t workflow) {
-  if (chain.generation != generation_) chain = {generation_, ContextIndex::kNoPage};
-  uint32_t page = current_->Append(chain.page, token, hashes, label, writer, workflow);
-  if (page == ContextIndex::kNoPage) {
+void History::Append(Chain& chain, std::span<const FiledToken> tokens, TextSource source) {
+  while (true) {
+    if (chain.generation != generation_) chain = {generation_, ContextIndex::kNoPage};
+    tokens = tokens.subspan(current_->Append(tokens, source, chain.page));
+    if (tokens.empty()) return;
     Rotate();
-    chain = {generation_, ContextIndex::kNoPage};
-    page = current_->Append(chain.page, token, hashes, label, writer, workflow);
   }
-  chain.page = page;
 }
 
 void History::Rotate() {

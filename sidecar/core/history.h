@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -34,8 +35,13 @@ class History {
         is_strict_(is_strict),
         current_(std::make_shared<ContextIndex>(is_strict)) {}
 
-  // Appends `token`, preceded by the contexts `hashes`, to `chain`.
-  void Append(Chain& chain, Token token, const ContextHashes& hashes, Label label, uint32_t writer, uint16_t workflow);
+  // Appends `tokens` to `chain`.
+  void Append(Chain& chain, std::span<const FiledToken> tokens, TextSource source);
+
+  // Prefetches what the next Append to `chain` writes first.
+  void PrefetchEnd(const Chain& chain) const {
+    if (chain.generation == generation_) current_->PrefetchPage(chain.page);
+  }
 
   // Starts a new generation and drops the one before the current one.
   void Rotate();

@@ -18,5 +18,6 @@ inline constexpr Label kPromptLabel = 0xFFFF;
 inline constexpr Label kPromptTailLabel = 0xFFFE;
 inline constexpr size_t kPromptTailTokens = 15;  // with the output's block start one page would be full
 inline constexpr int kMaxDraftTokens = 64;
+inline constexpr int32_t kMaxVocabulary = (1 << 23) - 1;  // a token is kept in 3 bytes
 
 }  // namespace agentspec

@@ -21,7 +21,7 @@ from agentspec.benchmarks.contestants import ArcticTree, Batch, Contestant, Draf
 from agentspec.benchmarks.figures import Figures
 from agentspec.benchmarks.methods.arctic import MissingPeerError
 from agentspec.benchmarks.tokenizer import Tokenizer
-from agentspec.sidecar.engine import TokenIds
+from agentspec.sidecar.engine import TokenIds, pooled_bytes
 
 STORED_RESULT = Path(__file__).parent / "engine.json"
 PROMPT_TOKENS = 1500
@@ -84,7 +84,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """Bytes that native code holds from malloc.
+    """Bytes that native code holds, from malloc and from the engine's own pool.
 
     Raises:
         EngineBenchError: the C library is not glibc 2.33 or later.
@@ -95,7 +95,7 @@ def allocated_bytes() -> int:
         raise EngineBenchError("memory is read with mallinfo2, which needs glibc 2.33 or later") from None
     mallinfo2.restype = _MallocInfo
     found = mallinfo2()
-    return int(found.count_4) + int(found.count_7)
+    return int(found.count_4) + int(found.count_7) + pooled_bytes()
 
 
 def _thread_us(call: Callable[[], object]) -> float:

@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 def allocate_by_redundancy(scores: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], token_budget: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
 
+def pooled_bytes() -> int: ...
+
 class ArchiveError(ValueError):
     pass
 

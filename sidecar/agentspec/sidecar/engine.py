@@ -221,6 +221,11 @@ def allocate_by_redundancy(
     return _core.allocate_by_redundancy(scores, lengths, token_budget)
 
 
+def pooled_bytes() -> int:
+    """Bytes that the histories and requests of all engines of this process hold outside of malloc."""
+    return _core.pooled_bytes()
+
+
 def _narrow(namespace: str, tag: str) -> str:
     """Append the tag's namespace, so written that no choice of it equals another part of a namespace."""
     return f"{namespace}/tag-{tag.replace('%', '%25').replace('/', '%2F')}" if tag else namespace

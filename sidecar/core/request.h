@@ -1,0 +1,99 @@
+// One open request: what it has written, where that ends in the indexes, and its drafts.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "block_tracker.h"
+#include "calibration.h"
+#include "drafter.h"
+#include "grammar.h"
+#include "history.h"
+#include "types.h"
+
+namespace agentspec {
+
+// What is known of a request when it opens.
+struct RequestOptions {
+  std::string history_namespace;  // a wall: nothing is shared across it
+  std::string workflow_id;
+  std::string stage;
+  int grammar_id = 0;          // see AddGrammar
+  std::string start_block;     // block path at the first output token; empty: read from prompt and request
+  bool is_structured = false;  // the output is bare JSON
+  std::string forced_tool;     // the tool that the output must call; empty: none
+  int max_draft_tokens = kMaxDraftTokens;
+  bool is_recorded = true;  // its output enters the history
+  bool is_reader = true;    // it drafts from the history
+  bool is_greedy = true;    // the target model samples at temperature 0
+};
+
+struct BlockStats {
+  std::string history_namespace, workflow_id, stage, block;
+  int64_t num_steps = 0;
+  int64_t num_drafts = 0;
+  int64_t num_draft_tokens = 0;
+  int64_t num_accepted_tokens = 0;
+  int64_t num_tokens = 0;
+
+  // One step of one request.
+  void Count(int64_t draft_tokens, int64_t accepted_tokens, size_t tokens) {
+    num_steps += 1;
+    num_drafts += draft_tokens > 0;
+    num_draft_tokens += draft_tokens;
+    num_accepted_tokens += accepted_tokens;
+    num_tokens += static_cast<int64_t>(tokens);
+  }
+};
+
+struct Request {
+  Request(const Vocabulary& vocabulary, std::shared_ptr<const Grammar> output_grammar, LabelTable& labels,
+          std::span<const Token> prompt, RequestOptions request_options, uint32_t writer, bool is_strict);
+
+  // Makes the prompt's end text of the request.
+  void IndexPrompt(std::span<const Token> prompt);
+  // The next output token, in the request's own index and in its output.
+  void PushText(Token token, Label label, bool starts_block);
+  void PushOutput(Token token) { PushOutput(token, tracker.label()); }
+  // The output's first contexts reach back into the prompt.
+  void PushPromptTail(std::span<const Token> prompt);
+  void StartBlock(bool is_marked) {
+    starts_block = true;
+    if (is_marked) PushOutput(kBlockStart);
+  }
+  // Learns from the shadow draft what the next output token says of it.
+  void CompareShadow(Token token);
+  bool is_stored() const { return history != nullptr && options.is_recorded; }
+  void PushOutput(Token token, Label label);
+
+  // What every step reads comes first.
+  uint64_t last_step = 0;     // clock of the engine at its last step
+  int64_t num_output = 0;     // output tokens taken in
+  int64_t num_logged = 0;     // the same with the prompt's tail and block starts
+  int64_t num_published = 0;  // of them, those that entered the history; stays through a resync
+  std::shared_ptr<History> history;
+  History::Chain chain;
+  TextSource source;
+  uint32_t own_page = ContextIndex::kNoPage;
+  bool is_discarded = false;        // its namespace was deleted since it opened: it stores and counts nothing any more
+  bool starts_block = false;        // the next output token does
+  BlockStats* stats = nullptr;      // row of the current block
+  std::vector<FiledToken> pending;  // after the prompt's tail, kBlockStart at each block's start; not yet stored
+  TextWindow text;                  // the prompt's end and the output
+  ContextTags text_contexts;        // at its end
+  TextWindow output;                // with block starts
+  ContextTags output_contexts;
+  ContextIndex own;  // of the prompt's end and the output
+  RequestOptions options;
+  std::shared_ptr<const Grammar> grammar;
+  BlockTracker tracker;
+  std::shared_ptr<Calibration> calibration;
+  int shadow_accepted = 0;  // tokens of the shadow that were right so far
+  Draft shadow;             // a draft that is being compared with what the request goes on to write
+  Draft draft;              // the last one
+};
+
+}  // namespace agentspec
