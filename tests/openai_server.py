@@ -24,6 +24,8 @@ class OpenAIServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _ChatHandler)
         self.bodies: list[Body] = []
+        self.headers: list[dict[str, str]] = []
+        self.drafting: Body | None = None
         self.num_failures_left = 0
         self.lock = threading.Lock()
 
@@ -35,6 +37,8 @@ class OpenAIServer(ThreadingHTTPServer):
     def clear(self) -> None:
         """Forget what was asked so far."""
         self.bodies.clear()
+        self.headers.clear()
+        self.drafting = None
         self.num_failures_left = 0
 
     @property
@@ -47,10 +51,11 @@ class OpenAIServer(ThreadingHTTPServer):
         """The JSON under `agentspec` of every request, as it was sent."""
         return [json.loads(body["vllm_xargs"]["agentspec"]) for body in self.bodies]
 
-    def take(self, body: Body) -> bool:
+    def take(self, body: Body, headers: dict[str, str]) -> bool:
         """Keep a request; False if it is to fail."""
         with self.lock:
             self.bodies.append(body)
+            self.headers.append(headers)
             self.num_failures_left -= 1
             return self.num_failures_left < 0
 
@@ -64,14 +69,24 @@ class _ChatHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        if not self.server.take(body):
+        if not self.server.take(body, {name.lower(): value for name, value in self.headers.items()}):
             self._send(500, "application/json", json.dumps({"error": {"message": "asked to fail"}}))
         elif not self.path.endswith("/chat/completions"):
-            self._send(200, "application/json", "{}")
+            self._send(200, "application/json", json.dumps(self._other(body)))
         elif body.get("stream"):
-            self._send(200, "text/event-stream", "".join(f"data: {event}\n\n" for event in _events(body)))
+            events = _events(body, self._metrics())
+            self._send(200, "text/event-stream", "".join(f"data: {event}\n\n" for event in events))
         else:
-            self._send(200, "application/json", json.dumps(_completion(body)))
+            self._send(200, "application/json", json.dumps({**_completion(body), **self._metrics()}))
+
+    def _metrics(self) -> Body:
+        return {"metrics": {"speculative_decoding": self.server.drafting}} if self.server.drafting else {}
+
+    def _other(self, body: Body) -> Body:
+        if not self.path.endswith("/responses"):
+            return {}
+        usage = {"input_tokens": 5, "output_tokens": 3, "total_tokens": 8}
+        return {"id": "r", "object": "response", "model": body["model"], "output": [], "usage": usage}
 
     def _send(self, status: int, content_type: str, text: str) -> None:
         content = text.encode()
@@ -116,11 +131,14 @@ def _completion(body: Body) -> Body:
     return {**_envelope(body, "chat.completion", message=message, finish_reason=reason), "usage": usage}
 
 
-def _events(body: Body) -> Iterator[str]:
+def _events(body: Body, metrics: Body) -> Iterator[str]:
     message = _message(body)
     reason = "tool_calls" if "tool_calls" in message else "stop"
     yield json.dumps(_envelope(body, "chat.completion.chunk", delta=message))
     yield json.dumps(_envelope(body, "chat.completion.chunk", delta={}, finish_reason=reason))
+    if (body.get("stream_options") or {}).get("include_usage"):
+        usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+        yield json.dumps({**_envelope(body, "chat.completion.chunk"), "choices": [], "usage": usage, **metrics})
     yield "[DONE]"
 
 

@@ -299,6 +299,33 @@ def test_retries_of_a_node_and_of_the_client_are_the_same_task(app: App) -> None
     assert (first.call_index, second.call_index) == (1, 2)
 
 
+def test_a_stage_can_say_more_than_its_name(app: App) -> None:
+    def node(state: State) -> State:
+        with stage("critique", block="code", max_draft_tokens=4), stage(speculate=False, history="read"):
+            app.llm.invoke("critique")
+        app.llm.invoke("hi")
+        return {}
+
+    app.run(("a", node))
+    said, plain = app.tags
+
+    assert (said.stage, said.block, said.max_draft_tokens, said.speculate, said.history) == (
+        *("critique", "code", 4, False, "read"),
+    )
+    assert (plain.stage, plain.block, plain.speculate, plain.history) == ("a", "", True, "rw")
+
+
+def test_runs_of_a_named_batch_share_its_id(app: App) -> None:
+    graph = app.spec.wrap(asking_graph(app))
+    with app.spec.batch("nightly-7") as batch_id:
+        graph.invoke({"q": "1"})
+        graph.batch([{"q": "2"}, {"q": "3"}])
+    graph.invoke({"q": "4"})
+
+    assert batch_id == "nightly-7"
+    assert [tags.batch_id for tags in app.tags] == ["nightly-7"] * 3 + [""]
+
+
 # --- agents and tools
 
 

@@ -21,7 +21,18 @@ from openai._models import FinalRequestOptions
 from pydantic import BaseModel
 from tests.openai_server import OpenAIServer, running_server
 
-from agentspec.middleware import AgentSpecMiddleware, inject, instrument_openai, langgraph, scope, uninstrument_openai
+from agentspec.middleware import (
+    AgentSpecMiddleware,
+    caller,
+    calls,
+    destinations,
+    inject,
+    instrument_openai,
+    langgraph,
+    scope,
+    uninstrument_openai,
+)
+from agentspec.middleware.fail_open import FailOpen, fail_open
 
 MESSAGES: Any = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
 
@@ -177,11 +188,11 @@ def test_xargs_that_are_no_object_are_left_to_the_server(server: OpenAIServer, c
 @pytest.mark.parametrize(
     ("owner", "function"),
     [
-        (inject, "current_caller"),
-        (inject, "may_be_tagged"),
-        (inject, "payload_tags"),
-        (inject, "merge_xargs"),
-        (scope.Caller, "tags"),
+        (calls, "current_caller"),
+        (calls, "may_be_tagged"),
+        (calls, "payload_tags"),
+        (calls, "merge_xargs"),
+        (caller.Caller, "tags"),
         (scope.RunScope, "__init__"),
         (scope.RunScope, "count_call"),
         (AgentSpecMiddleware, "_open_scope"),
@@ -191,13 +202,13 @@ def test_whatever_breaks_the_call_goes_out_unchanged(
     owner: Any, function: str, server: OpenAIServer, client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(client)
-    before = inject.fail_open.num_failures["ZeroDivisionError"]
+    before = fail_open.num_failures["ZeroDivisionError"]
     monkeypatch.setattr(owner, function, lambda *args, **kwargs: 1 / 0)
     run(lambda: ask(client))
     plain, untagged = server.bodies
 
     assert untagged == plain
-    assert inject.fail_open.num_failures["ZeroDivisionError"] == before + 1
+    assert fail_open.num_failures["ZeroDivisionError"] == before + 1
 
 
 def test_when_the_agent_middleware_breaks_its_model_call_goes_out_unchanged(
@@ -212,20 +223,20 @@ def test_when_the_agent_middleware_breaks_its_model_call_goes_out_unchanged(
 
 def test_failures_are_counted_and_logged_once_a_minute_without_their_text(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
-    fail_open = inject.FailOpen(clock=lambda: now_s)
+    boundary = FailOpen(clock=lambda: now_s)
 
     for now_s in (0.0, 1.0, 59.0, 61.0):  # noqa: B007 - read by the clock
-        with fail_open:
+        with boundary:
             raise KeyError("text of a prompt")
 
-    assert fail_open.num_failures == {"KeyError": 4}
+    assert boundary.num_failures == {"KeyError": 4}
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "text of a prompt" not in caplog.text
     assert "test_middleware_inject.py" in caplog.text
 
 
 def test_cancellation_is_not_swallowed() -> None:
-    with pytest.raises(KeyboardInterrupt), inject.FailOpen():
+    with pytest.raises(KeyboardInterrupt), FailOpen():
         raise KeyboardInterrupt
 
 
@@ -254,9 +265,9 @@ def test_a_server_that_is_not_named_gets_no_tags(server: OpenAIServer, client: O
     ],
 )
 def test_only_named_servers_get_tags(url: str, allowed: bool) -> None:
-    named = inject.endpoints(["http://gpu:8000/v1", "https://engine.test"])
+    named = destinations.endpoints(["http://gpu:8000/v1", "https://engine.test"])
 
-    assert inject.may_be_tagged(url, named) is allowed
+    assert destinations.may_be_tagged(url, named) is allowed
 
 
 @pytest.mark.parametrize(
@@ -274,7 +285,7 @@ def test_only_named_servers_get_tags(url: str, allowed: bool) -> None:
     ],
 )
 def test_without_named_servers_hosted_providers_get_no_tags(url: str, allowed: bool) -> None:
-    assert inject.may_be_tagged(url, None) is allowed
+    assert destinations.may_be_tagged(url, None) is allowed
 
 
 # --- patching

@@ -11,13 +11,26 @@ from hypothesis import strategies as st
 
 from agentspec.middleware import AgentSpecMiddleware, stage, tags
 from agentspec.middleware.tags import CallerTags, PayloadTags, fit_name, merge_xargs, payload_tags
-from agentspec.sidecar.tags import FLAT_PREFIX, MAX_NAME_BYTES, MAX_TAGS_BYTES, MAX_TOOLS, TAGS_KEY, Tags, decode_tags
+from agentspec.sidecar.tags import (
+    FLAT_PREFIX,
+    MAX_NAME_BYTES,
+    MAX_TAGS_BYTES,
+    MAX_TOOLS,
+    TAGS_KEY,
+    Tags,
+    TagsError,
+    decode_tags,
+)
 
 CALLER = CallerTags(workflow_id="wf", stage="writer/draft", agent_id="writer", iteration=2, branch=0)
 NAMES = st.text(max_size=400)
 IDS = ("query_id", "thread_id", "batch_id", "call_id", "task_id")
 LONG = "\x01" * 300
 ALL_LONG: Any = dict.fromkeys(("workflow_id", "stage", "agent_id", *IDS), LONG)
+
+
+def sent_xargs(xargs: Any, caller: CallerTags, payload: PayloadTags) -> dict[str, Any]:
+    return merge_xargs(xargs, caller, payload).xargs
 
 
 def tool(name: str, description: str = "", **properties: str) -> dict[str, Any]:
@@ -37,8 +50,53 @@ def system(text: str) -> dict[str, Any]:
 # --- contract with the engine
 
 
-def test_every_field_is_a_field_of_the_engine() -> None:
-    assert set(tags.TAG_FIELDS) <= set(Tags.model_fields)
+# What the middleware can send: each field with the largest value that it sends, and the next one, which it never does.
+SENT: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("workflow_id", "stage", "agent_id", "block"), ("x" * 256, "x" * 257)),
+    **dict.fromkeys(("query_id", "thread_id", "batch_id", "call_id", "task_id"), ("x" * 256, "x" * 257)),
+    **dict.fromkeys(("toolset", "schema_id", "prompt_version"), ("x" * 256, "x" * 257)),
+    **dict.fromkeys(("iteration", "visit", "call_index", "branch"), (2**53, 2**53 + 1)),
+    **dict.fromkeys(("context_chars", "n_messages"), (2**53, 2**53 + 1)),
+    "v": (1, 2),
+    "tools": (["x"] * 32, ["x"] * 33),
+    "grammar": ("x" * 256, "x" * 257),
+    "speculate": (False, "no"),
+    "max_draft_tokens": (64, 65),
+    "history": ("off", "write"),
+}
+
+
+def test_the_table_has_every_field_that_can_be_sent() -> None:
+    assert set(SENT) == set(tags.TAG_FIELDS)
+    assert set(Tags.model_fields) - set(SENT) == {"namespace"}
+
+
+@pytest.mark.parametrize("name", sorted(SENT))
+def test_a_field_has_the_type_and_bound_that_the_engine_knows(name: str) -> None:
+    largest, too_large = SENT[name]
+
+    assert getattr(decode_tags({TAGS_KEY: json.dumps({name: largest})}), name) == largest
+    with pytest.raises(TagsError, match=name):
+        decode_tags({TAGS_KEY: json.dumps({name: too_large})})
+
+
+@pytest.mark.parametrize("name", sorted({*CallerTags.__slots__, *PayloadTags.__slots__}))
+def test_the_largest_value_of_a_field_is_sent_whole(name: str) -> None:
+    largest = SENT[name][0]
+    if name in CallerTags.__slots__:
+        sent = sent_xargs({}, CallerTags(**{name: largest}), PayloadTags())
+    else:
+        payload: dict[str, Any] = {name: tuple(largest) if name == "tools" else largest}
+        sent = sent_xargs({}, CallerTags(), PayloadTags(**payload))
+
+    assert getattr(decode_tags(sent), name) == largest
+
+
+def test_what_the_application_says_wins_over_what_the_body_says() -> None:
+    caller = CallerTags(block="code", prompt_version="v7")
+    sent = decode_tags(sent_xargs({}, caller, PayloadTags(block="tool_call", prompt_version="hash", toolset="ts")))
+
+    assert (sent.block, sent.prompt_version, sent.toolset) == ("code", "v7", "ts")
 
 
 def test_bounds_are_those_of_the_engine() -> None:
@@ -51,12 +109,12 @@ def test_filled_fields_arrive_in_the_engine_unchanged() -> None:
     caller = CallerTags("wf", "a/b", "role", "q", "th", "ba", "ca", "ta", 1, 2, 3, 4)
     payload = PayloadTags("ts", "Plan:1", "pv", ("one", "two"), 10, 2, "tool_call/one")
 
-    decoded = decode_tags(merge_xargs({}, caller, payload))
+    decoded = decode_tags(sent_xargs({}, caller, payload))
 
     for given_tags in (caller, payload):
         for name in given_tags.__dataclass_fields__:
             sent = getattr(given_tags, name)
-            assert getattr(decoded, name) == (list(sent) if isinstance(sent, tuple) else sent)
+            assert sent is None or getattr(decoded, name) == (list(sent) if isinstance(sent, tuple) else sent)
 
 
 @given(
@@ -68,7 +126,7 @@ def test_filled_fields_arrive_in_the_engine_unchanged() -> None:
 @example(CallerTags(**ALL_LONG), PayloadTags(LONG, tools=(LONG,) * 40, block=LONG))
 @example(CallerTags(stage="\ud800"), PayloadTags())
 def test_whatever_names_and_counts_are_the_engine_decodes_them(caller: CallerTags, payload: PayloadTags) -> None:
-    xargs = merge_xargs({}, caller, payload)
+    xargs = sent_xargs({}, caller, payload)
 
     decode_tags(xargs)
     assert len(xargs[TAGS_KEY]) <= MAX_TAGS_BYTES
@@ -76,7 +134,7 @@ def test_whatever_names_and_counts_are_the_engine_decodes_them(caller: CallerTag
 
 
 def test_absent_tags_have_no_key() -> None:
-    sent = json.loads(merge_xargs({}, CallerTags(stage="a", branch=0, task_id=""), PayloadTags())[TAGS_KEY])
+    sent = json.loads(sent_xargs({}, CallerTags(stage="a", branch=0, task_id=""), PayloadTags())[TAGS_KEY])
 
     assert sent == {"v": 1, "stage": "a", "branch": 0}
 
@@ -84,7 +142,7 @@ def test_absent_tags_have_no_key() -> None:
 def test_many_long_tool_names_leave_the_tags_within_a_kibibyte() -> None:
     payload = PayloadTags(toolset="abc", tools=tuple(f"{'tool' * 15}_{index}" for index in range(32)))
 
-    text = merge_xargs({}, CALLER, payload)[TAGS_KEY]
+    text = sent_xargs({}, CALLER, payload)[TAGS_KEY]
 
     assert len(text) <= tags.AIM_TAGS_BYTES
     assert json.loads(text)["toolset"] == "abc"
@@ -97,7 +155,7 @@ def test_a_typical_agent_call_with_twenty_tools_keeps_every_name_within_a_kibiby
     )
     payload = payload_tags({**system("Review."), "tools": [tool(f"tool_{index}", x="string") for index in range(20)]})
 
-    text = merge_xargs({}, caller, payload)[TAGS_KEY]
+    text = sent_xargs({}, caller, payload)[TAGS_KEY]
 
     assert len(json.loads(text)["tools"]) == 20
     assert len(text) <= tags.AIM_TAGS_BYTES
@@ -118,7 +176,7 @@ def test_long_names_that_differ_at_the_end_stay_different() -> None:
 def test_hand_set_json_wins_over_flat_keys_and_both_over_ours() -> None:
     xargs = {"agentspec": '{"stage":"json"}', "agentspec_stage": "flat", "agentspec_agent_id": "flat"}
 
-    decoded = decode_tags(merge_xargs(xargs, CALLER, PayloadTags()))
+    decoded = decode_tags(sent_xargs(xargs, CALLER, PayloadTags()))
 
     assert (decoded.stage, decoded.agent_id, decoded.workflow_id) == ("json", "flat", "wf")
 
@@ -127,7 +185,7 @@ def test_entries_that_are_not_ours_stay_and_the_users_dict_is_not_changed() -> N
     xargs = {"mine": [1, 2], "agentspec": '{"speculate":false}'}
     before = dict(xargs)
 
-    merged = merge_xargs(xargs, CALLER, PayloadTags())
+    merged = sent_xargs(xargs, CALLER, PayloadTags())
 
     assert xargs == before
     assert merged["mine"] == [1, 2]
@@ -138,7 +196,7 @@ def test_a_hand_set_inline_grammar_is_kept_whole() -> None:
     grammar = {"blocks": [{"name": "block", "start": "<s>" * 20, "end": "</s>"}] * 12}
     xargs = {"agentspec": json.dumps({"grammar": grammar})}
 
-    decoded = decode_tags(merge_xargs(xargs, CALLER, PayloadTags(tools=("a", "b"))))
+    decoded = decode_tags(sent_xargs(xargs, CALLER, PayloadTags(tools=("a", "b"))))
 
     assert decoded.grammar == grammar
     assert decoded.tools == ["a", "b"]
@@ -148,7 +206,7 @@ def test_a_hand_set_inline_grammar_is_kept_whole() -> None:
 def test_hand_set_json_that_cannot_be_merged_is_left_to_the_server(text: object) -> None:
     xargs = {"agentspec": text}
 
-    assert merge_xargs(xargs, CALLER, PayloadTags()) == xargs
+    assert sent_xargs(xargs, CALLER, PayloadTags()) == xargs
 
 
 # --- tags of a request body
@@ -201,7 +259,7 @@ def test_tools_that_are_no_plain_dicts_have_the_same_hash() -> None:
 def test_at_most_32_tool_names_are_sent() -> None:
     payload = payload_tags({"tools": [tool(f"t{index}") for index in range(40)]})
 
-    assert len(json.loads(merge_xargs({}, CALLER, payload)[TAGS_KEY])["tools"]) == MAX_TOOLS
+    assert len(json.loads(sent_xargs({}, CALLER, payload)[TAGS_KEY])["tools"]) == MAX_TOOLS
 
 
 def test_schema_id_names_the_schema_and_changes_with_it() -> None:
@@ -284,7 +342,28 @@ def test_bad_settings_are_refused_with_their_value(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "error"), [("", ValueError), ("x" * 257, ValueError), (None, TypeError)])
+@pytest.mark.parametrize(("name", "error"), [("", ValueError), ("x" * 257, ValueError), (7, TypeError)])
 def test_a_bad_stage_name_is_refused_before_any_call(name: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="stage"):
         stage(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"block": ""}, ValueError, "got ''"),
+        ({"speculate": 1}, TypeError, "got int: 1"),
+        ({"max_draft_tokens": 65}, ValueError, "got 65"),
+        ({"max_draft_tokens": "8"}, TypeError, "got str: '8'"),
+        ({"history": "write"}, ValueError, "got 'write'"),
+    ],
+)
+def test_a_bad_mark_is_refused_with_its_value(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        stage("a", **options)
+
+
+@pytest.mark.parametrize("batch_id", ["", 7])
+def test_a_bad_batch_id_is_refused(batch_id: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="batch_id"):
+        AgentSpecMiddleware().batch(batch_id)

@@ -1,145 +1,126 @@
-"""The one place that touches the openai client: tags go into the body of each logical request."""
+"""The one place that touches the openai client: tags go into the body of each logical request, figures come back."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-from agentspec.middleware.scope import current_caller
-from agentspec.middleware.tags import merge_xargs, payload_tags
+from agentspec.middleware.calls import XARGS_KEY, TaggedCall, is_llm_request, tag_call
+from agentspec.middleware.fail_open import fail_open
+from agentspec.middleware.feedback import says_anything
+from agentspec.middleware.scope import bound
 
 log = logging.getLogger(__name__)
 
-LOG_INTERVAL_S = 60.0
-XARGS_KEY = "vllm_xargs"
-_LLM_PATHS = ("/chat/completions", "/completions", "/responses")
-_PORTS = {"http": 80, "https": 443}
-# They answer an unknown body field with an error, and our ids are none of their business.
-_HOSTED = (
-    *("ai21.com", "aliyuncs.com", "anthropic.com", "baseten.co", "bigmodel.cn", "cerebras.ai", "cloudflare.com"),
-    *("cohere.ai", "cohere.com", "databricks.com", "azuredatabricks.net", "deepinfra.com", "deepseek.com"),
-    *("fireworks.ai", "friendli.ai", "github.ai", "githubcopilot.com", "googleapis.com", "groq.com"),
-    *("huggingface.co", "hyperbolic.xyz", "minimax.chat", "minimax.io", "minimaxi.com", "mistral.ai"),
-    *("moonshot.ai", "moonshot.cn", "nebius.ai", "nebius.com", "novita.ai", "nvidia.com", "openai.com"),
-    *("cognitiveservices.azure.com", "openai.azure.com", "services.ai.azure.com", "models.ai.azure.com"),
-    *("inference.ai.azure.com", "openrouter.ai", "perplexity.ai", "sambanova.ai", "siliconflow.cn"),
-    *("siliconflow.com", "stepfun.com", "together.ai", "together.xyz", "vercel.sh", "volces.com", "writer.com"),
-    *("x.ai", "z.ai"),
-)
+_in_openai_request: ContextVar[bool] = ContextVar("agentspec_in_openai_request", default=False)
 
 
-class FailOpen:
-    """Boundary around what runs inside the user's call: an error in the block is counted and does not leave it.
-
-    `num_failures` counts by the error's class. At most one line a minute is logged; it names the class and the
-    place, not the message, which could quote a prompt.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_failures: Counter[str] = Counter()
-        self._clock = clock
-        self._silent_until_s = float("-inf")
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        with self._lock:
-            self.num_failures[type(error).__name__] += 1
-            total = self.num_failures.total()
-            is_silent = self._clock() < self._silent_until_s
-            if not is_silent:
-                self._silent_until_s = self._clock() + LOG_INTERVAL_S
-        if not is_silent:
-            log.warning("LLM call left untagged: %s at %s (%d so far)", type(error).__name__, _place(trace), total)
-        return True
+def is_in_openai_request() -> bool:
+    """Whether an openai client that has been seen to is sending here: what lies below it must not tag again."""
+    return _in_openai_request.get()
 
 
-def _place(trace: TracebackType | None) -> str:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "?"
+@dataclass(frozen=True, slots=True)
+class _OpenCall:
+    """A request that carries tags and is on its way."""
+
+    options: Any
+    call: TaggedCall
+    is_stream: bool
+
+    def sending(self) -> AbstractContextManager[None]:
+        return bound(_in_openai_request, True)
+
+    def answered(self, response: Any) -> Any:
+        """Read the figures of an answer, now or when its stream ends; returns the answer."""
+        with fail_open:
+            if self.is_stream:
+                self._follow(response)
+            else:
+                self.call.answer = _content(response)
+        if not self.is_stream:
+            self.call.finish()
+        return response
+
+    def _follow(self, response: Any) -> None:
+        stream = response.parse() if _is_raw(response) else response
+        items = getattr(stream, "_iterator", None)
+        if isinstance(items, AsyncIterator):
+            stream._iterator = _followed_async(items, self.call)
+        elif isinstance(items, Iterator):
+            stream._iterator = _followed(items, self.call)
+        else:  # the bytes are the user's to read
+            self.call.finish()
+            return
+        stream.close = _closing(stream.close, self.call)
 
 
-fail_open = FailOpen()
+def _is_raw(response: object) -> bool:
+    return type(response).__name__ == "LegacyAPIResponse"
 
 
-def endpoints(base_urls: Sequence[str]) -> frozenset[str]:
-    """``host:port`` of each base URL; paths do not matter.
-
-    Raises:
-        TypeError: a single string, or an element that is none.
-        ValueError: no URL at all, or one that is not ``http(s)://host[:port]…``; the message holds it.
-    """
-    if isinstance(base_urls, str) or not isinstance(base_urls, Sequence):
-        raise TypeError(f"base_urls: expected a list of URLs, got {type(base_urls).__name__}: {base_urls!r}")
-    if not base_urls:
-        raise ValueError("base_urls: expected at least one URL, got []: no call would carry tags")
-    for url in base_urls:
-        if not isinstance(url, str):
-            raise TypeError(f"base_urls: expected URLs as str, got {type(url).__name__}: {url!r}")
-        if _endpoint(url) is None:
-            raise ValueError(f"base_urls: expected http(s)://host[:port], got {url!r}")
-    return frozenset(endpoint for url in base_urls if (endpoint := _endpoint(url)))
+def _content(response: Any) -> object:
+    if not _is_raw(response):
+        return response
+    # Not `response.parse()`: the client's own parsers may raise there, and that is for the user to see.
+    return json.loads(response.http_response.content)
 
 
-def _endpoint(url: str) -> str | None:
+def _followed(items: Iterator[Any], call: TaggedCall) -> Iterator[Any]:
     try:
-        parts = urlsplit(url)
-        port = parts.port or _PORTS.get(parts.scheme)
-    except ValueError:
-        return None
-    return f"{parts.hostname}:{port}" if parts.hostname and port else None
+        for item in items:
+            _note(item, call)
+            yield item
+    except Exception:
+        call.fail()
+        raise
+    finally:
+        call.finish()
 
 
-@functools.lru_cache(maxsize=256)
-def may_be_tagged(url: str, allowed: frozenset[str] | None) -> bool:
-    """Whether tags may go to `url`: its endpoint is in `allowed`, or, with `None`, no known hosted provider's."""
-    if allowed is not None:
-        return _endpoint(url) in allowed
-    host = urlsplit(url).hostname or ""
-    is_bedrock = host.startswith("bedrock") and host.endswith(".amazonaws.com")
-    return not is_bedrock and not any(host == hosted or host.endswith("." + hosted) for hosted in _HOSTED)
+async def _followed_async(items: AsyncIterator[Any], call: TaggedCall) -> AsyncIterator[Any]:
+    try:
+        async for item in items:
+            _note(item, call)
+            yield item
+    except Exception:
+        call.fail()
+        raise
+    finally:
+        call.finish()
 
 
-def tagged_xargs(url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`vllm_xargs` of a request with the tags of the current caller; None if this call gets no tags.
+def _closing(close: Callable[[], Any], call: TaggedCall) -> Callable[[], Any]:
+    """A stream's own `close`, sync or async, after which the call is counted though its end was not read."""
 
-    Args:
-        url: absolute URL of the server.
-        body: the request's JSON body; not changed.
-    """
-    caller = current_caller()
-    if caller is None or not may_be_tagged(url, caller.settings.endpoints):
-        return None
-    xargs = body.get(XARGS_KEY)
-    if xargs is not None and not isinstance(xargs, Mapping):
-        return None
-    return merge_xargs(xargs or {}, caller.tags(), payload_tags(body))
+    @functools.wraps(close)
+    def closed() -> Any:
+        call.finish()
+        return close()
+
+    return closed
 
 
-def _with_tags(client: Any, options: Any) -> Any:
-    """A copy of the request options that carries tags, or the options themselves."""
-    body = options.json_data
-    if not isinstance(body, dict) or not options.url.endswith(_LLM_PATHS):
-        return options
-    extra = options.extra_json or {}
-    url = options.url if "://" in options.url else str(client.base_url)
-    xargs = tagged_xargs(url, {**body, **extra} if extra else body)
-    return options if xargs is None else options.model_copy(update={"extra_json": {**extra, XARGS_KEY: xargs}})
+def _note(item: Any, call: TaggedCall) -> None:
+    with fail_open:
+        if (telling := _telling(item)) is not None:
+            call.answer = telling
+
+
+def _telling(item: Any) -> Any:
+    """The part of a chunk or event that holds figures, or None."""
+    if says_anything(item):
+        return item
+    response = getattr(item, "response", None)  # an event of the responses API
+    return response if response is not None and says_anything(response) else None
 
 
 class _Instrumentation:
@@ -170,7 +151,7 @@ class _Instrumentation:
                 self._originals.clear()
 
     def _patch(self) -> bool:
-        owners = _hook_points()
+        owners = hook_points()
         if owners is None:
             if not self._has_warned:
                 log.warning("this openai client has no known hook point: LLM calls are left untagged")
@@ -183,29 +164,55 @@ class _Instrumentation:
             setattr(owner, "request", self._patches[owner])  # noqa: B010 - as above
         return True
 
-    def _tagged(self, client: Any, options: Any) -> Any:
-        tagged = options
+    def _opened(self, client: Any, options: Any, *, is_stream: bool) -> _OpenCall | None:
+        opened = None
         if self.is_active:
             with fail_open:
-                tagged = _with_tags(client, options)
-        return tagged
+                opened = _open_call(client, options, is_stream=is_stream)
+        return opened
 
     def _sync_patch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def request(client: Any, cast_to: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(client, cast_to, self._tagged(client, options), *args, **kwargs)
+            opened = self._opened(client, options, is_stream=bool(kwargs.get("stream")))
+            if opened is None:
+                return original(client, cast_to, options, *args, **kwargs)
+            with opened.call.failing(), opened.sending():
+                response = original(client, cast_to, opened.options, *args, **kwargs)
+            return opened.answered(response)
 
         return request
 
     def _async_patch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         async def request(client: Any, cast_to: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-            return await original(client, cast_to, self._tagged(client, options), *args, **kwargs)
+            opened = self._opened(client, options, is_stream=bool(kwargs.get("stream")))
+            if opened is None:
+                return await original(client, cast_to, options, *args, **kwargs)
+            with opened.call.failing(), opened.sending():
+                response = await original(client, cast_to, opened.options, *args, **kwargs)
+            return opened.answered(response)
 
         return request
 
 
-def _hook_points() -> tuple[type, type] | None:
+def _open_call(client: Any, options: Any, *, is_stream: bool) -> _OpenCall | None:
+    """Tag a copy of the request options; None if this request gets no tags."""
+    body = options.json_data
+    if not isinstance(body, dict) or not is_llm_request(options.url):
+        return None
+    extra = options.extra_json or {}
+    url = options.url if "://" in options.url else str(client.base_url)
+    call = tag_call(url, {**body, **extra} if extra else body)
+    if call is None:
+        return None
+    update: dict[str, Any] = {"extra_json": {**extra, XARGS_KEY: call.xargs}}
+    if call.headers:
+        update["headers"] = {**call.headers, **(options.headers or {})}  # the user's own win
+    return _OpenCall(options.model_copy(update=update), call, is_stream)
+
+
+def hook_points() -> tuple[type, type] | None:
     """The client classes whose `request(cast_to, options, …)` sees every logical request once; None if it moved."""
     try:
         from openai import _base_client  # noqa: PLC0415 - private: only here, and only when asked for

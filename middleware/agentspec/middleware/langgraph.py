@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Context
-from typing import Any, TypeVar, cast
+from typing import Any, TextIO, TypeVar, cast
 from uuid import uuid4
 
 from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
@@ -18,16 +19,26 @@ from langchain_core.runnables.config import var_child_runnable_config
 from langgraph.pregel import Pregel
 from langgraph.types import Command
 
-from agentspec.middleware.inject import endpoints, fail_open, instrument_openai
+from agentspec.middleware.destinations import endpoints
+from agentspec.middleware.fail_open import fail_open
+from agentspec.middleware.feedback import StageStats, table
+from agentspec.middleware.grammar import BlockGrammar
+from agentspec.middleware.inject import instrument_openai
 from agentspec.middleware.scope import (
     ModelCall,
     RunScope,
     ScopeHandler,
-    Settings,
     current_batch_id,
     in_batch,
     in_model_call,
     scope_of,
+)
+from agentspec.middleware.settings import (
+    Settings,
+    check_grammars,
+    check_hash_key,
+    check_prompt_versions,
+    check_switch,
 )
 from agentspec.middleware.tags import check_name
 
@@ -50,17 +61,26 @@ class AgentSpecMiddleware(AgentMiddleware):
         graph = spec.wrap(builder.compile())  # StateGraph, create_agent, @entrypoint
         ```
 
-    As ``create_agent(..., middleware=[AgentSpecMiddleware()])`` it tags the agent's own model calls only, not those
-    made inside its tools.
+    As ``create_agent(..., middleware=[AgentSpecMiddleware()])`` it tags the agent's own model calls only; for those
+    made inside its tools add `AgentSpecToolMiddleware`. Where other middlewares call models, put it first.
 
     Args:
         workflow_id: name of the program, at most 256 bytes; default: the graph's name.
         agent_id: stable role of its agents, for those without a name; default: the graph's name or its path.
         base_urls: servers that get tags; default: every one but known hosted providers, which refuse unknown fields.
+        grammars: block markers of the answers: a `BlockGrammar` or the id of one that the server knows, for all stages
+            or by stage: its path, the last part of it, or ``*``.
+        prompt_versions: name of the prompt's version by stage, as above, for prompts whose text changes with each call;
+            default: a hash of the system text without ids, numbers and URLs, or ``dyn`` once it has changed 16 times.
+        hash_ids: send the ids of query, thread and batch as hashes. True: with a key of this process; for hashes that
+            are equal in several processes, give the key: 16 to 64 bytes.
+        group_header: send the header `x-agentspec-group`, a hash of workflow, stage, prompt version and tool set, for
+            routers that keep similar requests on one replica.
+        propagate_trace: send `traceparent` when an OpenTelemetry span is active.
 
     Raises:
         TypeError: a value of the wrong type.
-        ValueError: a name that is empty or too long, a URL without scheme or host.
+        ValueError: a name that is empty or too long, a URL without scheme or host, a key of the wrong length.
     """
 
     def __init__(
@@ -69,12 +89,22 @@ class AgentSpecMiddleware(AgentMiddleware):
         workflow_id: str | None = None,
         agent_id: str | None = None,
         base_urls: Sequence[str] | None = None,
+        grammars: Mapping[str, BlockGrammar | str] | BlockGrammar | str | None = None,
+        prompt_versions: Mapping[str, str] | None = None,
+        hash_ids: bool | bytes = False,
+        group_header: bool = False,
+        propagate_trace: bool = True,
     ) -> None:
         super().__init__()
         self._settings = Settings(
             workflow_id=None if workflow_id is None else check_name("workflow_id", workflow_id),
             agent_id=None if agent_id is None else check_name("agent_id", agent_id),
             endpoints=None if base_urls is None else endpoints(base_urls),
+            grammars=check_grammars(grammars),
+            prompt_versions=check_prompt_versions(prompt_versions),
+            hash_key=check_hash_key(hash_ids),
+            sends_group=check_switch("group_header", group_header),
+            propagates_trace=check_switch("propagate_trace", propagate_trace),
         )
         self._classes: dict[type, type] = {}
         self._queries: dict[str, str] = {}
@@ -105,6 +135,50 @@ class AgentSpecMiddleware(AgentMiddleware):
                 self._classes[type(graph)] = _tagging_class(type(graph), self)
             tagging.__class__ = self._classes[type(graph)]
         return tagging
+
+    def batch(self, batch_id: str | None = None) -> AbstractContextManager[str]:
+        """Give all runs started inside the block one batch id; without it each `batch` or `abatch` call has its own.
+
+        !!! example
+
+            ```python
+            with spec.batch("nightly-7"):
+                await graph.abatch(inputs, {"max_concurrency": 64})
+            ```
+
+        Args:
+            batch_id: at most 256 bytes; default: that of the batch around it, else a new one.
+
+        Returns:
+            A context manager that gives the id.
+
+        Raises:
+            TypeError: not a string.
+            ValueError: empty or too long.
+        """
+        return in_batch(None if batch_id is None else check_name("batch_id", batch_id))
+
+    def stats(self) -> tuple[StageStats, ...]:
+        """What the calls brought so far, one element per workflow and stage.
+
+        Tokens are known where the answers hold `usage`, acceptance where the server runs with
+        ``--per-request-spec-decode-metrics summary``; of a stream, both come with
+        ``stream_options={"include_usage": True}``.
+        """
+        return self._settings.feedback.stats()
+
+    def report(self, file: TextIO | None = None) -> None:
+        """Print `stats` as a table.
+
+        Args:
+            file: default: standard output.
+        """
+        (file or sys.stdout).write(table(self.stats()) + "\n")
+
+    @property
+    def settings(self) -> Settings:
+        """What was said to it, checked."""
+        return self._settings
 
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]

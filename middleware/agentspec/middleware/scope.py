@@ -1,35 +1,43 @@
-"""Who is calling: the run scope that travels down LangChain's callbacks, and the caller read from it."""
+"""The run scope that travels down LangChain's callbacks, and the marks that blocks of code set."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 from uuid import UUID, uuid4
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import LLMResult
-from langchain_core.runnables.config import var_child_runnable_config
 
-from agentspec.middleware.tags import FLAT_PREFIX, CallerTags, check_name
+from agentspec.middleware.fail_open import fail_open
+from agentspec.middleware.settings import Settings
+from agentspec.middleware.tags import MAX_DRAFT_TOKENS, check_name
+from agentspec.middleware.telemetry import record_tool_call
 
 T = TypeVar("T")
+UNNAMED_WORKFLOW = "langgraph"
+HistoryUse = Literal["rw", "read", "off"]
+HISTORY_USES: tuple[HistoryUse, ...] = ("rw", "read", "off")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What the user said to one `AgentSpecMiddleware`.
+class ToolRun:
+    """One tool call that is running.
 
-    `endpoints` holds ``host:port`` of the servers that get tags; `None` is every one but known hosted providers.
+    Attributes:
+        stage: path of the tool's own stage: ``tools/tool:search``.
+        started_s: on the monotonic clock.
     """
 
-    workflow_id: str | None = None
-    agent_id: str | None = None
-    endpoints: frozenset[str] | None = None
+    name: str
+    stage: str
+    started_s: float
 
 
 class RunScope:
@@ -43,10 +51,15 @@ class RunScope:
         self.query_id = query_id
         self.thread_id = thread_id
         self.batch_id = batch_id
-        self.tool_names: dict[UUID, str] = {}
+        self.tools: dict[UUID, ToolRun] = {}
         self._tasks: dict[tuple[str, str, int | None], dict[str, int]] = {}
         self._num_calls: dict[tuple[str | None, str], int] = {}
         self._lock = threading.Lock()
+
+    @property
+    def workflow_id(self) -> str:
+        """The name that was set, else the graph's."""
+        return self.settings.workflow_id or self.graph_name or UNNAMED_WORKFLOW
 
     def count_call(self, instance: str, stage: str, branch: int | None, task: str) -> tuple[int, int, int]:
         """Count one LLM call and say where in the run's loops it stands, all from 1.
@@ -90,9 +103,31 @@ class ModelCall:
     iteration: int
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call of a `create_agent` loop, noted by the middleware form."""
+
+    settings: Settings
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageMark:
+    """What `stage()` says of the LLM calls inside it; `None` leaves it to others."""
+
+    name: str | None = None
+    block: str | None = None
+    speculate: bool | None = None
+    max_draft_tokens: int | None = None
+    history: HistoryUse | None = None
+
+
+_NO_MARK = StageMark()
+
 _llm_run: ContextVar[LlmRun | None] = ContextVar("agentspec_llm_run", default=None)
 _model_call: ContextVar[ModelCall | None] = ContextVar("agentspec_model_call", default=None)
-_stage: ContextVar[str | None] = ContextVar("agentspec_stage", default=None)
+_tool_call: ContextVar[ToolCall | None] = ContextVar("agentspec_tool_call", default=None)
+_stage: ContextVar[StageMark] = ContextVar("agentspec_stage", default=_NO_MARK)
 _batch_id: ContextVar[str | None] = ContextVar("agentspec_batch_id", default=None)
 
 
@@ -131,18 +166,37 @@ class ScopeHandler(BaseCallbackHandler):
         _close_llm_run(run_id)
 
     def on_tool_start(self, serialized: dict[str, Any] | None, input_str: str, *, run_id: UUID, **kwargs: Any) -> None:
-        """Note the tool's name for LLM calls made inside the tool."""
+        """Note the tool's name for LLM calls made inside the tool, and the time."""
         name = (serialized or {}).get("name") or kwargs.get("name")
         if name:
-            self.scope.tool_names[run_id] = str(name)
+            task = str((kwargs.get("metadata") or {}).get("langgraph_checkpoint_ns") or "")
+            stage = "/".join([*node_path(task), f"tool:{name}"])
+            self.scope.tools[run_id] = ToolRun(str(name), stage, time.perf_counter())
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Forget the tool."""
-        self.scope.tool_names.pop(run_id, None)
+        """Forget the tool and add up its time."""
+        self._close_tool(run_id)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Forget the tool."""
-        self.scope.tool_names.pop(run_id, None)
+        """Forget the tool and add up its time."""
+        self._close_tool(run_id)
+
+    def _close_tool(self, run_id: UUID) -> None:
+        tool = self.scope.tools.pop(run_id, None)
+        if tool is not None:
+            add_tool_call(self.scope.settings, self.scope.workflow_id, tool.stage, time.perf_counter() - tool.started_s)
+
+
+def add_tool_call(settings: Settings, workflow_id: str, stage: str, duration_s: float) -> None:
+    """Count a tool call in the middleware's own sums and in the metrics."""
+    with fail_open:
+        settings.feedback.add_tool_call(workflow_id, stage, duration_s)
+        record_tool_call({"workflow_id": workflow_id, "stage": stage}, duration_s)
+
+
+def node_path(checkpoint_ns: str) -> list[str]:
+    """``writer:<task>|1|draft:<task>`` → ``["writer", "draft"]``."""
+    return [part.partition(":")[0] for part in checkpoint_ns.split("|") if part and not part.isdigit()]
 
 
 def _close_llm_run(run_id: UUID) -> None:
@@ -165,144 +219,118 @@ def current_batch_id() -> str | None:
     return _batch_id.get()
 
 
-def stage(name: str) -> AbstractContextManager[None]:
-    """Name the LLM calls made inside the block; without it they carry the path of their graph node.
+def current_llm_run() -> LlmRun | None:
+    """The LangChain model run that is about to call its client here."""
+    run = _llm_run.get()
+    return run if run is not None and run.is_open else None
+
+
+def current_model_call() -> ModelCall | None:
+    """The model call of the middleware form that is running here."""
+    return _model_call.get()
+
+
+def current_tool_call() -> ToolCall | None:
+    """The tool call of the middleware form that is running here."""
+    return _tool_call.get()
+
+
+def current_mark() -> StageMark:
+    """What the `stage()` blocks around this place say."""
+    return _stage.get()
+
+
+def stage(
+    name: str | None = None,
+    *,
+    block: str | None = None,
+    speculate: bool | None = None,
+    max_draft_tokens: int | None = None,
+    history: HistoryUse | None = None,
+) -> AbstractContextManager[None]:
+    """Name the LLM calls made inside the block, or say more of them; without it they carry the path of their node.
+
+    What an inner block leaves out, the outer one says.
 
     !!! example
 
         ```python
         def review(state):
             draft = llm.invoke(state["task"])
-            with stage("critique"):
+            with stage("critique", max_draft_tokens=4):
                 verdict = llm.invoke(draft.content)
         ```
 
     Args:
-        name: stage path, at most 256 bytes; the innermost block counts.
+        name: stage path, at most 256 bytes.
+        block: block path that the answers start in, such as ``code``, where no marker announces it.
+        speculate: False: no drafts for these calls.
+        max_draft_tokens: longest draft of a verification step, 0 to 64.
+        history: ``read``: these answers are not kept for others; ``off``: nor is the history used.
 
     Raises:
-        TypeError: not a string.
-        ValueError: empty or too long.
+        TypeError: a value of the wrong type.
+        ValueError: a value that is empty, too long or out of bounds; the message holds it.
     """
-    return _bound(_stage, check_name("stage", name))
+    said = StageMark(
+        None if name is None else check_name("stage", name),
+        None if block is None else check_name("block", block),
+        speculate,
+        max_draft_tokens,
+        history,
+    )
+    _check_mark(said)
+    return _marked(said)
+
+
+def _check_mark(mark: StageMark) -> None:
+    if mark.speculate is not None and not isinstance(mark.speculate, bool):
+        raise TypeError(f"speculate: expected a bool, got {type(mark.speculate).__name__}: {mark.speculate!r}")
+    tokens = mark.max_draft_tokens
+    if tokens is not None:
+        if not isinstance(tokens, int) or isinstance(tokens, bool):
+            raise TypeError(f"max_draft_tokens: expected an int, got {type(tokens).__name__}: {tokens!r}")
+        if not 0 <= tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"max_draft_tokens: expected 0 to {MAX_DRAFT_TOKENS}, got {tokens}")
+    if mark.history is not None and mark.history not in HISTORY_USES:
+        raise ValueError(f"history: expected one of {', '.join(HISTORY_USES)}, got {mark.history!r}")
+
+
+@contextmanager
+def _marked(said: StageMark) -> Iterator[None]:
+    new = {name: value for name in StageMark.__slots__ if (value := getattr(said, name)) is not None}
+    with bound(_stage, replace(_stage.get(), **new)):
+        yield
 
 
 def in_model_call(call: ModelCall | None) -> AbstractContextManager[None]:
     """Note a model call of the middleware form while the block runs."""
-    return _bound(_model_call, call)
+    return bound(_model_call, call)
 
 
-def in_batch() -> AbstractContextManager[None]:
-    """Give the runs started inside the block one batch id: a new one, unless a batch is already running."""
-    return _bound(_batch_id, _batch_id.get() or uuid4().hex[:12])
+def in_tool_call(call: ToolCall | None) -> AbstractContextManager[None]:
+    """Note a tool call of the middleware form while the block runs."""
+    return bound(_tool_call, call)
+
+
+def new_batch_id() -> str:
+    """An id for one batch."""
+    return uuid4().hex[:12]
 
 
 @contextmanager
-def _bound(variable: ContextVar[T], value: T) -> Iterator[None]:
+def in_batch(batch_id: str | None = None) -> Iterator[str]:
+    """Give the runs started inside the block one batch id: the given one, else the running batch's, else a new one."""
+    chosen = batch_id or _batch_id.get() or new_batch_id()
+    with bound(_batch_id, chosen):
+        yield chosen
+
+
+@contextmanager
+def bound(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable while the block runs."""
     token = variable.set(value)
     try:
         yield
     finally:
         variable.reset(token)
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The graph run, model call or both that the current context belongs to."""
-
-    settings: Settings
-    config: Mapping[str, Any]
-    scope: RunScope | None
-    llm_run: LlmRun | None
-    model_call: ModelCall | None
-
-    def tags(self) -> CallerTags:
-        """Derive the caller's tags, and count the call. To be asked once per LLM call."""
-        configurable = self.config.get("configurable") or {}
-        # A call with its own `metadata` loses LangGraph's in the ambient config, not in the callbacks.
-        metadata = (self.llm_run.metadata if self.llm_run else None) or self.config.get("metadata") or {}
-        task = metadata.get("langgraph_checkpoint_ns") or configurable.get("checkpoint_ns") or ""
-        instance = task.rpartition("|")[0]
-        path = _node_path(task)
-        name = _stage.get() or metadata.get(FLAT_PREFIX + "stage") or "/".join([*path, *self._suffixes(metadata)])
-        branch = _send_index(metadata.get("langgraph_path"))
-        iteration, visit, call_index = self._position(instance, str(name), branch, task)
-        workflow_id = self._workflow_id()
-        return CallerTags(
-            workflow_id=workflow_id,
-            stage=str(name),
-            agent_id=self._agent_id(metadata, path) or "/".join([workflow_id, *_node_path(instance)]),
-            query_id=_text(metadata.get("query_id") or configurable.get("query_id") or self._query_id()),
-            thread_id=_text(configurable.get("thread_id") or (self.scope.thread_id if self.scope else None)),
-            batch_id=(self.scope.batch_id if self.scope else None) or _batch_id.get(),
-            call_id=_text(self.llm_run.run_id) if self.llm_run else None,
-            task_id=task.rpartition(":")[2],
-            iteration=iteration,
-            visit=visit,
-            call_index=call_index,
-            branch=branch,
-        )
-
-    def _suffixes(self, metadata: Mapping[str, Any]) -> Iterator[str]:
-        parent = getattr(self.config.get("callbacks"), "parent_run_id", None)
-        if self.scope and parent in self.scope.tool_names:
-            yield f"tool:{self.scope.tool_names[parent]}"
-        if source := metadata.get("lc_source"):  # a built-in middleware's own call, such as a summary
-            yield f"@{source}"
-
-    def _position(
-        self, instance: str, name: str, branch: int | None, task: str
-    ) -> tuple[int | None, int | None, int | None]:
-        if self.scope:
-            return self.scope.count_call(instance, name, branch, task)
-        return self.model_call.iteration if self.model_call else None, None, None
-
-    def _workflow_id(self) -> str:
-        graph_name = self.scope.graph_name if self.scope else None
-        return self.settings.workflow_id or graph_name or "langgraph"
-
-    def _agent_id(self, metadata: Mapping[str, Any], path: Sequence[str]) -> str | None:
-        """The most specific role that anybody named; `None` leaves the path of the enclosing graph."""
-        return _text(
-            metadata.get(FLAT_PREFIX + "agent_id")
-            or (self.model_call.settings.agent_id if self.model_call else None)
-            or metadata.get("lc_agent_name")
-            or self.settings.agent_id
-            or (self.scope.graph_name if self.scope and len(path) == 1 else None)
-        )
-
-    def _query_id(self) -> str | None:
-        if self.scope:
-            return self.scope.query_id
-        return self.model_call.query_id if self.model_call else None
-
-
-def current_caller() -> Caller | None:
-    """Who would make an LLM call here and now; None outside wrapped graphs and tagged model calls."""
-    config: Mapping[str, Any] = var_child_runnable_config.get() or {}
-    llm_run = _llm_run.get()
-    if llm_run is not None and not llm_run.is_open:
-        llm_run = None
-    scope = llm_run.scope if llm_run else scope_of(config)
-    model_call = _model_call.get()
-    if scope is not None:
-        return Caller(scope.settings, config, scope, llm_run, model_call)
-    if model_call is not None:
-        return Caller(model_call.settings, config, None, None, model_call)
-    return None
-
-
-def _node_path(checkpoint_ns: str) -> list[str]:
-    """``writer:<task>|1|draft:<task>`` → ``["writer", "draft"]``."""
-    return [part.partition(":")[0] for part in checkpoint_ns.split("|") if part and not part.isdigit()]
-
-
-def _send_index(langgraph_path: object) -> int | None:
-    match langgraph_path:
-        case ["__pregel_push", int(index), *_]:
-            return index
-    return None
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)

@@ -19,15 +19,18 @@ AIM_TAGS_BYTES = 1024
 MAX_NAME_BYTES = 256
 MAX_TOOLS = 32
 MAX_COUNT = 2**53
+MAX_DRAFT_TOKENS = 64
+GROUP_FIELDS = ("workflow_id", "stage", "prompt_version", "toolset")
 
-TagValue = str | int | list[str]
+TagValue = str | int | list[str] | dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CallerTags:
     """Who makes the call, as the run knows it; `None` means not known, and the key is left out.
 
-    The first three choose the history on the server; the ids name one instance; the counts say where in its loop.
+    The first three choose the history on the server; the ids name one instance; the counts say where in its loop; from
+    `prompt_version` on it is what the application set by hand, and wins over what the request's body says.
     """
 
     workflow_id: str | None = None
@@ -42,6 +45,12 @@ class CallerTags:
     visit: int | None = None
     call_index: int | None = None
     branch: int | None = None
+    prompt_version: str | None = None
+    grammar: dict[str, Any] | str | None = None
+    block: str | None = None
+    speculate: bool | None = None
+    max_draft_tokens: int | None = None
+    history: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,50 +68,77 @@ class PayloadTags:
 
 _CALLER_FIELDS = tuple(field.name for field in fields(CallerTags))
 _PAYLOAD_FIELDS = tuple(field.name for field in fields(PayloadTags))
-TAG_FIELDS = ("v", *_CALLER_FIELDS, *_PAYLOAD_FIELDS)
+TAG_FIELDS = tuple(dict.fromkeys(("v", *_CALLER_FIELDS, *_PAYLOAD_FIELDS)))
 
 # What goes first when the tags are too long: what no history key needs.
 _SHED_ORDER = (
     *("tools", "call_id", "task_id", "batch_id", "thread_id", "query_id", "prompt_version", "schema_id", "toolset"),
-    *("agent_id", "block", "stage", "workflow_id"),
+    *("agent_id", "grammar", "block", "stage", "workflow_id"),
 )
 _ENCODER = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
 
-def merge_xargs(xargs: Mapping[str, Any], caller: CallerTags, payload: PayloadTags) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class MergedTags:
+    """The tags of one request.
+
+    Attributes:
+        xargs: the whole `vllm_xargs`, the user's own entries included.
+        values: the tags as the engine will read them: what was set by hand, else ours.
+    """
+
+    xargs: dict[str, Any]
+    values: dict[str, Any]
+
+    def group(self) -> str:
+        """Hash of workflow, stage, prompt version and tool set: calls with an equal one write alike."""
+        named = "\0".join(str(self.values.get(name, "")) for name in GROUP_FIELDS)
+        return _digest(named.encode(errors="replace"), 8)
+
+
+def merge_xargs(xargs: Mapping[str, Any], caller: CallerTags, payload: PayloadTags) -> MergedTags:
     """Add the tags to a request's `vllm_xargs` as one JSON string of at most 4 KiB; what was set by hand wins.
 
     Args:
         xargs: the user's own entries; not changed. Their JSON under ``agentspec`` wins over their flat
             ``agentspec_<field>`` keys, and both over `caller` and `payload`.
-        caller: who calls.
+        caller: who calls; what it says wins over `payload`.
         payload: what the body says.
 
     Returns:
         A new dict with every entry of `xargs`. Equal to it if the JSON set by hand is not a JSON object that
         leaves room: then it is the server that has to answer it.
     """
-    hand_set = xargs.get(TAGS_KEY)
-    kept: dict[str, Any] = {}
-    if hand_set is not None:
-        try:
-            kept = json.loads(hand_set)
-        except (TypeError, ValueError, RecursionError):
-            return dict(xargs)
-        if not isinstance(kept, dict):
-            return dict(xargs)
-    ours = {
-        name: value
-        for name, value in _bounded(caller, payload)
-        if name not in kept and (not xargs or FLAT_PREFIX + name not in xargs)
-    }
-    text = _encode(ours, kept)
-    return dict(xargs) if len(text) > MAX_TAGS_BYTES else {**xargs, TAGS_KEY: text}
+    ours = dict(_bounded(caller, payload))
+    if not xargs:
+        values = dict(ours)
+        return MergedTags({TAGS_KEY: _encode(ours, {})}, values)
+    flat = {key[len(FLAT_PREFIX) :]: value for key, value in xargs.items() if key.startswith(FLAT_PREFIX)}
+    kept = _hand_set(xargs.get(TAGS_KEY))
+    values = {**ours, **flat, **(kept or {})}
+    if kept is None:
+        return MergedTags(dict(xargs), values)
+    text = _encode({name: value for name, value in ours.items() if name not in kept and name not in flat}, kept)
+    return MergedTags(dict(xargs) if len(text) > MAX_TAGS_BYTES else {**xargs, TAGS_KEY: text}, values)
+
+
+def _hand_set(text: object) -> dict[str, Any] | None:
+    """The tags that the user set as JSON; `None` if it is no JSON object."""
+    if text is None:
+        return {}
+    try:
+        kept = json.loads(text)  # type: ignore[arg-type]  # whatever the user put there
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return kept if isinstance(kept, dict) else None
 
 
 def _encode(ours: dict[str, TagValue], kept: dict[str, Any]) -> str:
     text = _ENCODER.encode({**ours, **kept})
-    aim = AIM_TAGS_BYTES + (len(_ENCODER.encode(kept)) if kept else 0)
+    if len(text) <= AIM_TAGS_BYTES:
+        return text
+    fixed = {**kept, "grammar": ours["grammar"]} if "grammar" in ours else kept
+    aim = AIM_TAGS_BYTES + (len(_ENCODER.encode(fixed)) if fixed else 0)
     while len(text) > aim and (tools := ours.get("tools")) and isinstance(tools, list):
         ours["tools"] = tools[: len(tools) // 2]
         text = _ENCODER.encode({**ours, **kept})
@@ -115,8 +151,9 @@ def _encode(ours: dict[str, TagValue], kept: dict[str, Any]) -> str:
 
 
 def _bounded(caller: CallerTags, payload: PayloadTags) -> Iterator[tuple[str, TagValue]]:
+    """Name and value of each tag within its bounds; the caller's come last, and so win in a dict."""
     yield "v", SCHEMA_VERSION
-    for tags, names in ((caller, _CALLER_FIELDS), (payload, _PAYLOAD_FIELDS)):
+    for tags, names in ((payload, _PAYLOAD_FIELDS), (caller, _CALLER_FIELDS)):
         for name in names:
             value = getattr(tags, name)
             if value is None:
@@ -126,7 +163,7 @@ def _bounded(caller: CallerTags, payload: PayloadTags) -> Iterator[tuple[str, Ta
                     yield name, fit_name(value)
             elif isinstance(value, tuple):
                 yield name, [fit_name(tool) for tool in value[:MAX_TOOLS]]
-            elif 0 <= value <= MAX_COUNT:
+            elif isinstance(value, dict) or 0 <= value <= MAX_COUNT:
                 yield name, value
 
 
