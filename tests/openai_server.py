@@ -99,7 +99,11 @@ class _ChatHandler(BaseHTTPRequestHandler):
 
 def _example(schema: Body) -> str:
     properties: dict[str, Body] = schema.get("properties", {})
-    return json.dumps({name: 1 if spec.get("type") == "integer" else "x" for name, spec in properties.items()})
+    return json.dumps({name: _value(spec) for name, spec in properties.items()})
+
+
+def _value(spec: Body) -> Any:
+    return spec["enum"][0] if "enum" in spec else 1 if spec.get("type") == "integer" else "x"
 
 
 def _called_tool(body: Body) -> Body | None:
