@@ -457,6 +457,29 @@ def test_part_that_is_switched_off_brings_no_draft(
     assert other_workflow == (drafted_by(method, replace(past, workflow="other"), request)[:1] == [1])
 
 
+@pytest.mark.parametrize(
+    ("method", "is_past"), [("agentspec", True), ("agentspec", False), ("agentspec:no-live", False)]
+)
+def test_answer_of_the_past_is_found_by_the_end_of_its_prompt(method: str, is_past: bool) -> None:
+    drafter = METHODS[method](Setting([b"%d " % token for token in range(50)], 4, None))
+    answers = [([5, 6, 7], 1), ([8, 9, 10], 2)]
+    for handle, (prompt, token) in enumerate(answers):
+        call = token_call([token, 3, 4], prompt=prompt)
+        if is_past:
+            drafter.warm(call)
+            continue
+        drafter.open(handle, call, call.prompt_tokens(100), is_recorded=True)
+        drafter.close(handle, call.output, 0, 0)
+
+    drafted = []
+    for handle, (prompt, _) in enumerate(answers, len(answers)):
+        request = token_call([0], run_id="s", prompt=[11, 12, *prompt])
+        drafter.open(handle, request, request.prompt_tokens(100), is_recorded=True)
+        drafted.append(drafter.step(step_of(handle)).token_ids[0])
+
+    assert [1, 2] == drafted
+
+
 def test_runs_in_both_are_left_out_of_warm_and_counted(lab: Path) -> None:
     result, found = run_replay(lab, "--warm", str(lab / "warm"), "--method", "ngram")
 

@@ -25,7 +25,7 @@ from agentspec.sidecar.tags import Tags
 
 _GREEDY = Sampling()
 _SWEEP_MIN_SURVIVAL = 0.01  # a sweep's threshold cuts the drafts, not the engine
-_NO_TOKENS = np.empty(0, np.int32)
+_PROMPT_END_TOKENS = 32  # of a past prompt; a history keeps the last 15 of them as context
 
 
 class AgentSpec:
@@ -69,9 +69,10 @@ class AgentSpec:
         self._to_record: set[int] = set()  # requests whose answer enters the history at its end
 
     def warm(self, call: TokenCall) -> None:
-        """A request without a prompt that ends at once."""
+        """A request that ends at once, with the end of its prompt, which is all that a history keeps of it."""
         self._num_ended += 1
-        self._engine.open(-self._num_ended, _NO_TOKENS, self._tags(call, "rw"), _GREEDY)
+        prompt_end = call.prompt_tokens(_PROMPT_END_TOKENS)
+        self._engine.open(-self._num_ended, prompt_end, self._tags(call, "rw"), _GREEDY)
         self._engine.close(-self._num_ended, FinishReason.STOP, len(call.output), call.output)
 
     def open(self, handle: int, call: TokenCall, prompt: TokenIds, *, is_recorded: bool) -> None:

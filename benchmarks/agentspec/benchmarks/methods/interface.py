@@ -34,7 +34,7 @@ class Method(Protocol):
     """A drafter as a server would run it: requests come, step together and go. No method reads a clock."""
 
     def warm(self, call: TokenCall) -> None:
-        """Take in a call of the past: its output, not its prompt."""
+        """Take in a call of the past: its output, and of its prompt what a history of the method keeps."""
 
     def open(self, handle: int, call: TokenCall, prompt: TokenIds, *, is_recorded: bool) -> None:
         """Begin a request; `is_recorded` False: no other request may draft from its output."""
