@@ -3,15 +3,17 @@
 #include <algorithm>
 #include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 namespace agentspec {
 
 namespace {
 
-constexpr size_t kGroupSize = 16;          // requests whose memory reads overlap
-constexpr size_t kMaxPromptTokens = 8192;  // the last tokens of a prompt that are indexed
-constexpr size_t kStoredAtOnce = 256;      // tokens between two looks at the quota
+constexpr size_t kGroupSize = 16;                                // requests whose memory reads overlap
+constexpr size_t kMaxPromptTokens = 8192;                        // the last tokens of a prompt that are indexed
+constexpr size_t kTokensAtOnce = 256;                            // between two looks at the quota, and at waiting steps
+constexpr auto kLongestCourtesy = std::chrono::milliseconds(1);  // for which long work stands back behind steps
 constexpr size_t kMaxStatsRows = 4096;
 constexpr size_t kMaxCalibrations = 1024;          // more namespaces than that: all start anew
 constexpr int64_t kMaxDeadlineUs = 3'600'000'000;  // an hour: far from overflow
@@ -87,7 +89,9 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   }
   if (!options_.is_strict) request->PushPromptTail(prompt);
   request->StartBlock(options_.has_block_starts);
-  slot = std::move(request);
+  slot.swap(request);
+  if (request) request->history.reset();
+  lock.unlock();  // the request before it is taken down without it
 }
 
 std::shared_ptr<History> Engine::FindHistory(const std::string& history_namespace, const std::string& stage) {
@@ -165,7 +169,7 @@ std::vector<Request*> Engine::FindRows(const StepInput& input) {
     if (request.last_step == clock_)
       Refuse("handles[" + std::to_string(row) + "]: " + std::to_string(input.handles[row]) + " occurs twice");
     request.last_step = clock_;
-    if (request.num_output == input.positions[row]) rows[row] = &request;
+    if (request.num_output == input.positions[row] && !request.is_closing) rows[row] = &request;
   }
   return rows;
 }
@@ -179,7 +183,9 @@ StepOutput Engine::Step(const StepInput& input) {
   output.redundancy.resize(num_rows);
   std::vector<int32_t> lengths(num_rows);
 
+  ++num_waiting_steps_;
   std::lock_guard lock(mutex_);
+  --num_waiting_steps_;
   ++clock_;
   std::vector<Request*> rows = FindRows(input);
   for (size_t begin = 0; begin < num_rows; begin += kGroupSize) {
@@ -269,7 +275,7 @@ void Engine::Publish(Request& request) {
 void Engine::Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens, TextSource source) {
   size_t bytes_before = history.MemoryBytes();
   while (!tokens.empty()) {
-    auto some = tokens.first(std::min(tokens.size(), kStoredAtOnce));
+    auto some = tokens.first(std::min(tokens.size(), kTokensAtOnce));
     history.Append(chain, some, source);
     if (history.CurrentBytes() > options_.history_bytes / 2) history.Rotate();  // of a huge text the end stays
     tokens = tokens.subspan(some.size());
@@ -347,11 +353,12 @@ void Engine::AddQueries(Request& request, Group& group) {
 void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std::span<const Token> tail) {
   if (true_length < 0) Refuse("true_length: expected >= 0, got " + std::to_string(true_length));
   CheckTokens(tail, "tail", handle);
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   ++clock_;
   auto found = requests_.find(handle);
-  if (found == requests_.end()) return;
+  if (found == requests_.end() || found->second->is_closing) return;
   Request& request = *found->second;
+  request.is_closing = true;
   // Tokens before the tail are missing, as after a resync that no step followed.
   if (true_length > request.num_output + static_cast<int64_t>(tail.size())) tail = {};
   if (!tail.empty()) {
@@ -361,19 +368,59 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
     auto num_accepted =
         std::mismatch(draft.begin(), draft.end(), tail.begin(), tail.end(), agree).first - draft.begin();
     request.stats->Count(request.draft.length, num_accepted, tail.size());
-    Ingest(request, tail, true);
+    if (!IngestTail(handle, tail, lock)) return;
   }
-  // What was handed over past the true length is dropped: it was provisional, so it has not been published yet.
-  auto& pending = request.pending;
-  for (int64_t excess = request.num_output - true_length; excess > 0 && !pending.empty(); pending.pop_back())
-    excess -= pending.back().token != kBlockStart;
-  while (!pending.empty() && pending.back().token == kBlockStart) pending.pop_back();  // no block follows an end
-  if (!pending.empty() && pending.back().label == kPromptTailLabel) pending.clear();   // nothing follows the prompt
-  if (reason != FinishReason::kError) Publish(request);
+  request.DropAfter(true_length);
+  if (reason != FinishReason::kError && !PublishEnd(handle, lock)) return;
   num_recoveries_ += request.tracker.num_recoveries();
   if (request.history) request.history->last_used_at = Clock::now();
-  requests_.erase(found);
+  request.history.reset();
+  auto ended = requests_.extract(handle);
   ForgetOldest();
+  lock.unlock();  // the request is taken down without it
+}
+
+Request* Engine::FindClosing(int64_t handle) {
+  auto found = requests_.find(handle);
+  return found != requests_.end() && found->second->is_closing ? found->second.get() : nullptr;
+}
+
+bool Engine::IngestTail(int64_t handle, std::span<const Token> tail, std::unique_lock<std::mutex>& lock) {
+  const Request* request = FindClosing(handle);
+  while (true) {
+    auto some = tail.first(std::min(tail.size(), kTokensAtOnce));
+    Ingest(*requests_.at(handle), some, true);
+    tail = tail.subspan(some.size());
+    if (tail.empty()) return true;
+    LetStepsGoFirst(lock);
+    if (FindClosing(handle) != request) return false;
+  }
+}
+
+bool Engine::PublishEnd(int64_t handle, std::unique_lock<std::mutex>& lock) {
+  Request* request = FindClosing(handle);
+  for (size_t begin = 0; begin < request->pending.size() && request->is_stored(); begin += kTokensAtOnce) {
+    if (begin > 0) {
+      ForgetOldest();
+      LetStepsGoFirst(lock);
+      if (FindClosing(handle) != request) return false;
+      if (!request->is_stored()) break;  // its namespace was deleted
+    }
+    auto rest = std::span(request->pending).subspan(begin);
+    auto some = rest.first(std::min(rest.size(), kTokensAtOnce));
+    Store(*request->history, request->chain, some, request->source);
+    request->num_published += static_cast<int64_t>(some.size());
+    request->history->last_used = clock_;
+  }
+  return true;
+}
+
+void Engine::LetStepsGoFirst(std::unique_lock<std::mutex>& lock) const {
+  if (num_waiting_steps_ == 0) return;
+  lock.unlock();
+  auto deadline = Clock::now() + kLongestCourtesy;
+  while (num_waiting_steps_ > 0 && Clock::now() < deadline) std::this_thread::yield();
+  lock.lock();
 }
 
 int Engine::AddGrammar(Grammar grammar) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -105,6 +106,8 @@ class Engine {
   using Clock = std::chrono::steady_clock;
   struct Group;  // requests whose queries are looked up together
 
+  // Between two pieces of long work: steps that wait for the lock get it first.
+  void LetStepsGoFirst(std::unique_lock<std::mutex>& lock) const;
   void CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const;
   void CheckStep(const StepInput& input) const;
   std::shared_ptr<History> FindHistory(const std::string& history_namespace, const std::string& stage);
@@ -121,6 +124,11 @@ class Engine {
   void Ingest(Request& request, std::span<const Token> tokens, bool is_last = false);
   // Files what of the request's output is not in the history yet; it can't be taken back.
   void Publish(Request& request);
+  // The same, and the intake of its `tail`, piece by piece for a request that ends. False if meanwhile it has ended
+  // otherwise.
+  bool IngestTail(int64_t handle, std::span<const Token> tail, std::unique_lock<std::mutex>& lock);
+  bool PublishEnd(int64_t handle, std::unique_lock<std::mutex>& lock);
+  Request* FindClosing(int64_t handle);
   // Appends to a history within the quota.
   void Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens, TextSource source);
   void DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline);
@@ -130,6 +138,7 @@ class Engine {
   EngineOptions options_;
   Vocabulary vocabulary_;
   mutable std::mutex mutex_;
+  mutable std::atomic<int> num_waiting_steps_ = 0;
   GrammarTable grammars_;
   LabelTable labels_;
   Drafter drafter_;

@@ -22,8 +22,7 @@ std::string Engine::Export(const std::string& history_namespace) const {
       for (uint32_t page = 0; page < generation->num_pages(); ++page) {
         if (generation->page(page).previous != ContextIndex::kNoPage) continue;
         if (ArchivedText text = ReadText(*generation, page); !text.tokens.empty()) writer.AddText(text);
-        lock.unlock();  // steps go on between two texts
-        lock.lock();
+        LetStepsGoFirst(lock);
       }
     }
     writer.EndHistory();

@@ -60,6 +60,13 @@ void Request::PushOutput(Token token, Label label) {
   output_contexts = output.Tags();
 }
 
+void Request::DropAfter(int64_t true_length) {
+  for (int64_t excess = num_output - true_length; excess > 0 && !pending.empty(); pending.pop_back())
+    excess -= pending.back().token != kBlockStart;
+  while (!pending.empty() && pending.back().token == kBlockStart) pending.pop_back();  // no block follows an end
+  if (!pending.empty() && pending.back().label == kPromptTailLabel) pending.clear();   // nothing follows the prompt
+}
+
 void Request::CompareShadow(Token token) {
   if (shadow.length == 0) return;
   const DraftToken& expected = shadow.tokens[shadow_accepted];

@@ -64,6 +64,8 @@ struct Request {
     starts_block = true;
     if (is_marked) PushOutput(kBlockStart);
   }
+  // Drops output that was handed over past its true length: it was provisional, so it has not been published yet.
+  void DropAfter(int64_t true_length);
   // Learns from the shadow draft what the next output token says of it.
   void CompareShadow(Token token);
   bool is_stored() const { return history != nullptr && options.is_recorded; }
@@ -80,6 +82,7 @@ struct Request {
   uint32_t own_page = ContextIndex::kNoPage;
   bool is_discarded = false;        // its namespace was deleted since it opened: it stores and counts nothing any more
   bool starts_block = false;        // the next output token does
+  bool is_closing = false;          // another thread is storing its end
   BlockStats* stats = nullptr;      // row of the current block
   std::vector<FiledToken> pending;  // after the prompt's tail, kBlockStart at each block's start; not yet stored
   TextWindow text;                  // the prompt's end and the output
