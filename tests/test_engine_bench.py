@@ -37,7 +37,11 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_there_is_a_cell_for_each_metric_batch_size_and_peer(result: dict[str, Any]) -> None:
-    cells = [(cell["metric"], cell["batch_size"], cell["peer"]) for cell in result["cells"]]
+    cells = [
+        (cell["metric"], cell["batch_size"], cell["peer"])
+        for cell in result["cells"]
+        if not cell["metric"].startswith(("keys_", "step_beside_"))
+    ]
 
     assert sorted(
         (metric, batch_size, peer)
@@ -45,12 +49,32 @@ def test_there_is_a_cell_for_each_metric_batch_size_and_peer(result: dict[str, A
             "insert_us_per_token": [-1],
             "bytes_per_token": [-1],
             "start_8k_ms": [-1],
+            "start_128k_ms": [-1],
+            "forget_us_per_token": [-1],
             "step_us_per_request": [1, 4],
             "query_us": [1, 4],
         }.items()
         for batch_size in batch_sizes
         for peer in ("arctic-d24", "arctic-d64")
     ) == sorted((metric, batch_size or -1, peer) for metric, batch_size, peer in cells)
+
+
+def test_many_small_histories_are_compared_with_a_tree_for_each(result: dict[str, Any]) -> None:
+    cells = [cell for cell in result["cells"] if cell["metric"].startswith("keys_")]
+
+    assert [("keys_insert_us_per_token", "arctic-d24"), ("keys_bytes_per_token", "arctic-d24")] == [
+        (cell["metric"], cell["peer"]) for cell in cells
+    ]
+    assert cells[1]["agentspec"] < 40
+
+
+def test_steps_beside_another_thread_are_compared_with_steps_alone(result: dict[str, Any]) -> None:
+    cells = [cell for cell in result["cells"] if cell["metric"].startswith("step_beside_")]
+
+    assert {"alone"} == {cell["peer"] for cell in cells}
+    assert [f"step_beside_{work}_p{share}_us" for work in ("insert", "export") for share in (50, 99)] == [
+        cell["metric"] for cell in cells
+    ]
 
 
 def test_ratio_above_one_says_that_ours_is_smaller(result: dict[str, Any]) -> None:

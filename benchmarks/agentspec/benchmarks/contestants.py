@@ -33,8 +33,11 @@ class Drafter(Protocol):
 class Contestant(Drafter, Protocol):
     """What has histories and requests of its own."""
 
-    def insert(self, document: TokenIds) -> None:
-        """Take a finished answer into the history."""
+    def insert(self, document: TokenIds, key: str = "file") -> None:
+        """Take a finished answer into the history of a key."""
+
+    def forget(self) -> None:
+        """Drop all histories."""
 
     def start(self, handle: int, prompt: TokenIds) -> None:
         """Begin a request."""
@@ -71,11 +74,20 @@ class Ours:
         self._num_documents = 0
         self._step_id = 0
 
-    def insert(self, document: TokenIds) -> None:
-        """A request without a prompt that ends at once."""
+    def insert(self, document: TokenIds, key: str = _TAGS.stage) -> None:
+        """A request without a prompt that ends at once; a key is a stage."""
         self._num_documents += 1
-        self._engine.open(-self._num_documents, _NO_TOKENS, _TAGS, _GREEDY)
+        tags = _TAGS if key == _TAGS.stage else Tags(workflow_id=_TAGS.workflow_id, stage=key)
+        self._engine.open(-self._num_documents, _NO_TOKENS, tags, _GREEDY)
         self._engine.close(-self._num_documents, FinishReason.STOP, len(document), document)
+
+    def forget(self) -> None:
+        """Whatever no open request uses."""
+        self._engine.forget_unused(0)
+
+    def export(self) -> None:
+        """All histories as bytes, which are dropped."""
+        self._engine.export_histories("")
 
     def start(self, handle: int, prompt: TokenIds) -> None:
         """Its prompt is indexed at once."""
@@ -113,13 +125,25 @@ class ArcticTree:
         self._cache: SuffixCache = make_suffix_cache(depth)
         self._depth = depth
         self._num_documents = 0
+        self._caches: dict[str, SuffixCache] = {}
+        self._documents: list[tuple[SuffixCache, int]] = []
 
-    def insert(self, document: TokenIds) -> None:
-        """A request without a prompt that ends at once."""
+    def insert(self, document: TokenIds, key: str = _TAGS.stage) -> None:
+        """A request without a prompt that ends at once; each key has a cache of its own."""
         self._num_documents += 1
-        self._cache.start_request(-self._num_documents, _NO_TOKENS)
-        self._cache.add_active_response(-self._num_documents, document)
-        self._cache.stop_request(-self._num_documents)
+        if key not in self._caches:
+            self._caches[key] = self._cache if key == _TAGS.stage else make_suffix_cache(self._depth)
+        cache = self._caches[key]
+        cache.start_request(-self._num_documents, _NO_TOKENS)
+        cache.add_active_response(-self._num_documents, document)
+        cache.stop_request(-self._num_documents)
+        self._documents.append((cache, -self._num_documents))
+
+    def forget(self) -> None:
+        """One answer after the other, as its own limit on cached requests does."""
+        for cache, document in self._documents:
+            cache.evict_cached_response(document)
+        self._documents.clear()
 
     def start(self, handle: int, prompt: TokenIds) -> None:
         """Its prompt gets a tree of its own."""

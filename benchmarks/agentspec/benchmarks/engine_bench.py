@@ -10,6 +10,7 @@ import math
 import platform
 import statistics
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,10 @@ NUM_CHUNKS = 20
 NUM_STEPS = 100
 NUM_FIRST_STEPS = 32  # not measured
 NUM_STARTS = 15
+HUGE_PROMPT_TOKENS = 131_072
+KEY_TOKENS = 1000
+BESIDE_BATCH_SIZE = 64
+NUM_BESIDE_STEPS = 300
 _CHUNK_CHARS = 1 << 18
 DEPTHS = {"arctic-d24": 24, "arctic-d64": 64}
 
@@ -116,7 +121,7 @@ class EngineBench:
     def __init__(self, tokenizer: Tokenizer, history_tokens: int, batch_sizes: tuple[int, ...]) -> None:
         self._history_tokens = history_tokens
         self._batch_sizes = batch_sizes
-        held_out = max(LONG_PROMPT_TOKENS, max(batch_sizes) * (PROMPT_TOKENS + NUM_STEPS)) + (1 << 16)
+        held_out = max(HUGE_PROMPT_TOKENS, max(batch_sizes) * (PROMPT_TOKENS + NUM_STEPS)) + (1 << 16)
         documents = read_documents(tokenizer, history_tokens + held_out)
         flat = np.concatenate(documents)
         self._history = flat[:history_tokens]
@@ -135,15 +140,23 @@ class EngineBench:
             EngineBenchError: memory cannot be read here.
         """
         on_phase("building the histories")
-        contestants: dict[str, Contestant] = {"agentspec": Ours(self._vocabulary)}
+        ours = Ours(self._vocabulary)
+        contestants: dict[str, Contestant] = {"agentspec": ours}
         contestants |= {name: ArcticTree(depth) for name, depth in DEPTHS.items()}
         self._insert(contestants)
         on_phase("starting requests")
-        self._start(contestants)
+        self._start(contestants, "start_8k_ms", LONG_PROMPT_TOKENS, NUM_STARTS)
+        self._start(contestants, "start_128k_ms", HUGE_PROMPT_TOKENS, 3)
         scans = _scans()
         for batch_size in self._batch_sizes:
             on_phase(f"steps of {batch_size} requests")
             self._step(contestants, scans, batch_size)
+        on_phase("steps beside another thread")
+        self._step_beside(ours)
+        on_phase("forgetting")
+        self._forget(contestants)
+        on_phase("many small histories")
+        self._insert_keys({"agentspec": Ours(self._vocabulary), "arctic-d24": ArcticTree(DEPTHS["arctic-d24"])})
         return self._cells
 
     def meta(self) -> Figures:
@@ -153,7 +166,8 @@ class EngineBench:
             "batch_sizes": self._batch_sizes,
             "prompt_tokens": PROMPT_TOKENS,
             "num_steps": NUM_STEPS - NUM_FIRST_STEPS,
-            "clock": "thread CPU time, medians of interleaved repeats",
+            "clock": "thread CPU time, medians of interleaved repeats; step_beside_* wall time",
+            "num_keys": self._history_tokens // KEY_TOKENS,
             "text": "Python source files of this machine",
             "tokenizer_sha256": self._digest,
             "machine": platform.platform(),
@@ -176,21 +190,53 @@ class EngineBench:
         self._compare("insert_us_per_token", None, {name: statistics.median(values) for name, values in times.items()})
         self._compare("bytes_per_token", None, {name: size / self._history_tokens for name, size in held.items()})
 
-    def _start(self, contestants: Mapping[str, Contestant]) -> None:
+    def _start(self, contestants: Mapping[str, Contestant], metric: str, num_tokens: int, num_starts: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in contestants}
-        spare = len(self._held_out) - LONG_PROMPT_TOKENS
-        for repeat in range(NUM_STARTS):
-            begin = repeat * spare // NUM_STARTS
-            prompt = self._held_out[begin : begin + LONG_PROMPT_TOKENS]
+        spare = len(self._held_out) - num_tokens
+        for repeat in range(num_starts):
+            begin = repeat * spare // num_starts
+            prompt = self._held_out[begin : begin + num_tokens]
             for name, contestant in contestants.items():
                 times[name].append(_thread_us(functools.partial(contestant.start, 0, prompt)) / 1000)
                 contestant.stop(0)
-        self._compare("start_8k_ms", None, {name: statistics.median(values) for name, values in times.items()})
+        self._compare(metric, None, {name: statistics.median(values) for name, values in times.items()})
+
+    def _step_beside(self, ours: Ours) -> None:
+        """Steps by the wall clock, alone and while another thread works; the peers have one thread and no locks."""
+        batch = self._batch(BESIDE_BATCH_SIZE)
+        for handle, prompt in enumerate(batch.prompts):
+            ours.start(handle, prompt)
+        chunk = self._history[:KEY_TOKENS]
+        alone = _wall_us(ours, batch, lambda: time.sleep(0.001))
+        works: dict[str, Callable[[], object]] = {"insert": lambda: ours.insert(chunk), "export": ours.export}
+        for name, work in works.items():
+            beside = _wall_us(ours, batch, work)
+            for share in (50, 99):
+                values = {"agentspec": float(np.percentile(beside, share)), "alone": float(np.percentile(alone, share))}
+                self._compare(f"step_beside_{name}_p{share}_us", BESIDE_BATCH_SIZE, values)
+        for handle in range(BESIDE_BATCH_SIZE):
+            ours.stop(handle)
+
+    def _forget(self, contestants: Mapping[str, Contestant]) -> None:
+        self._compare(
+            "forget_us_per_token",
+            None,
+            {name: _thread_us(contestant.forget) / self._history_tokens for name, contestant in contestants.items()},
+        )
+
+    def _insert_keys(self, contestants: Mapping[str, Contestant]) -> None:
+        num_keys = self._history_tokens // KEY_TOKENS
+        held, times = {}, {}
+        for name, contestant in contestants.items():
+            before = allocated_bytes()
+            insert_keys = functools.partial(_insert_keys, contestant, self._history, num_keys)
+            times[name] = _thread_us(insert_keys) / (num_keys * KEY_TOKENS)
+            held[name] = (allocated_bytes() - before) / (num_keys * KEY_TOKENS)
+        self._compare("keys_insert_us_per_token", None, times)
+        self._compare("keys_bytes_per_token", None, held)
 
     def _step(self, contestants: Mapping[str, Contestant], scans: Mapping[str, NgramScan], batch_size: int) -> None:
-        begins = np.arange(batch_size) * (PROMPT_TOKENS + NUM_STEPS)
-        texts = self._held_out[begins[:, None] + np.arange(PROMPT_TOKENS + NUM_STEPS)]
-        batch = Batch([np.ascontiguousarray(text[:PROMPT_TOKENS]) for text in texts], texts[:, PROMPT_TOKENS:])
+        batch = self._batch(batch_size)
         for contestant in contestants.values():
             for handle, prompt in enumerate(batch.prompts):
                 contestant.start(handle, prompt)
@@ -207,6 +253,11 @@ class EngineBench:
         for metric, times in (("step_us_per_request", steps), ("query_us", queries)):
             medians = {name: statistics.median(values[NUM_FIRST_STEPS:]) for name, values in times.items()}
             self._compare(metric, batch_size, medians)
+
+    def _batch(self, batch_size: int) -> Batch:
+        begins = np.arange(batch_size) * (PROMPT_TOKENS + NUM_STEPS)
+        texts = self._held_out[begins[:, None] + np.arange(PROMPT_TOKENS + NUM_STEPS)]
+        return Batch([np.ascontiguousarray(text[:PROMPT_TOKENS]) for text in texts], texts[:, PROMPT_TOKENS:])
 
     def _compare(self, metric: str, batch_size: int | None, values: Mapping[str, float]) -> None:
         ours = values["agentspec"]
@@ -228,6 +279,34 @@ class EngineBench:
 def _insert_all(contestant: Contestant, documents: Sequence[TokenIds]) -> None:
     for document in documents:
         contestant.insert(document)
+
+
+def _insert_keys(contestant: Contestant, history: TokenIds, num_keys: int) -> None:
+    for key in range(num_keys):
+        contestant.insert(history[key * KEY_TOKENS : (key + 1) * KEY_TOKENS], f"key-{key}")
+
+
+def _wall_us(ours: Ours, batch: Batch, work: Callable[[], object]) -> list[float]:
+    """Wall time of steps without new tokens while another thread repeats `work`."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.is_set():
+            work()
+
+    worker = threading.Thread(target=repeat)
+    worker.start()
+    try:
+        times = []
+        for _ in range(NUM_BESIDE_STEPS):
+            step = ours.prepare(batch, 0, 0)
+            begin = time.perf_counter_ns()
+            step()
+            times.append((time.perf_counter_ns() - begin) / 1000)
+        return times
+    finally:
+        is_over.set()
+        worker.join()
 
 
 def _scans() -> dict[str, NgramScan]:
