@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "block_pool.h"
 #include "engine.h"
 
@@ -86,7 +88,15 @@ void Open(agentspec::Engine& engine, int64_t handle, const ArrayIn<int32_t>& tok
        is_structured, std::move(forced_tool), max_draft_tokens, is_recorded, is_reader, is_greedy});
 }
 
-using Drafts = std::tuple<ArrayOut<int32_t>, ArrayOut<int32_t>, ArrayOut<float>, ArrayOut<float>, ArrayOut<int64_t>>;
+// Lengths and redundancy of each row, tokens and survival of all drafts, one after the other; the number of draft
+// tokens; handles to resync. One object, because an array of numpy's costs as much as the drafting of a request.
+using Drafts = std::tuple<nb::bytearray, size_t, std::vector<int64_t>>;
+
+template <typename T>
+char* Append(char* end, const std::vector<T>& values) {
+  static_assert(sizeof(T) == 4);
+  return static_cast<char*>(std::memcpy(end, values.data(), values.size() * sizeof(T))) + values.size() * sizeof(T);
+}
 
 Drafts Step(agentspec::Engine& engine, const ArrayIn<int64_t>& handles, const ArrayIn<int32_t>& positions,
             const ArrayIn<int32_t>& token_offsets, const ArrayIn<int32_t>& token_ids,
@@ -100,8 +110,11 @@ Drafts Step(agentspec::Engine& engine, const ArrayIn<int64_t>& handles, const Ar
     nb::gil_scoped_release release;
     output = engine.Step(input);
   }
-  return {Move(std::move(output.draft_lengths)), Move(std::move(output.draft_token_ids)),
-          Move(std::move(output.survival)), Move(std::move(output.redundancy)), Move(std::move(output.resync_handles))};
+  nb::bytearray packed(nullptr, 8 * (output.draft_lengths.size() + output.draft_token_ids.size()));
+  char* end = static_cast<char*>(packed.data());
+  end = Append(Append(end, output.draft_lengths), output.redundancy);
+  Append(Append(end, output.draft_token_ids), output.survival);
+  return {std::move(packed), output.draft_token_ids.size(), std::move(output.resync_handles)};
 }
 
 void Close(agentspec::Engine& engine, int64_t handle, int reason, int64_t true_length, const ArrayIn<int32_t>& tail) {

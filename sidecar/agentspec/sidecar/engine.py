@@ -221,6 +221,9 @@ def allocate_by_redundancy(
     return _core.allocate_by_redundancy(scores, lengths, token_budget)
 
 
+_NO_HANDLES = np.empty(0, np.int64)
+
+
 def pooled_bytes() -> int:
     """Bytes that the histories and requests of all engines of this process hold outside of malloc."""
     return _core.pooled_bytes()
@@ -346,7 +349,7 @@ class Engine:
                 message names field, row and value, and nothing has changed.
             TypeError: an array has another dtype than int32 (handles: int64) or is not C-contiguous.
         """
-        lengths, tokens, survival, redundancy, resync = self._core.step(
+        packed, num_tokens, resync = self._core.step(
             request.handles,
             request.positions,
             request.token_offsets,
@@ -357,14 +360,15 @@ class Engine:
             request.token_budget,
             deadline_us,
         )
+        num_rows = len(request.handles)
         return StepDrafts(
             step_id=request.step_id,
-            draft_lengths=lengths,
-            draft_token_ids=tokens,
-            survival=survival,
-            redundancy=redundancy,
+            draft_lengths=np.frombuffer(packed, np.int32, num_rows),
+            draft_token_ids=np.frombuffer(packed, np.int32, num_tokens, 8 * num_rows),
+            survival=np.frombuffer(packed, np.float32, num_tokens, 8 * num_rows + 4 * num_tokens),
+            redundancy=np.frombuffer(packed, np.float32, num_rows, 4 * num_rows),
             token_budget=request.token_budget,
-            resync_handles=resync,
+            resync_handles=np.array(resync, np.int64) if resync else _NO_HANDLES,
         )
 
     def close(self, handle: int, reason: FinishReason, true_length: int, tail: TokenIds) -> None:
