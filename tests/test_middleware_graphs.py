@@ -463,15 +463,15 @@ def test_sync_streaming_is_tagged(app: App) -> None:
 # --- many at once
 
 
-def test_fifty_concurrent_async_runs_do_not_mix(app: App) -> None:
+def test_three_hundred_concurrent_runs_do_not_mix(app: App) -> None:
     graph = app.spec.wrap(chain_of(("a", asking_async(app.llm)), ("b", asking_async(app.llm))))
-    configs: list[RunnableConfig] = [{"metadata": {"query_id": f"q{i}"}, "max_concurrency": 25} for i in range(50)]
-    app.runner.run(graph.abatch([{"q": f"q{i}"} for i in range(50)], configs))
+    configs: list[RunnableConfig] = [{"metadata": {"query_id": f"q{i}"}, "max_concurrency": 300} for i in range(300)]
+    app.runner.run(graph.abatch([{"q": f"q{i}"} for i in range(300)], configs))
 
     asked = [body["messages"][-1]["content"] for body in app.bodies]
     assert [tags.query_id for tags in app.tags] == asked
-    assert sorted(app.stages) == ["a"] * 50 + ["b"] * 50
-    assert len({tags.call_id for tags in app.tags if tags.call_id}) == 100
+    assert sorted(app.stages) == ["a"] * 300 + ["b"] * 300
+    assert len({tags.call_id for tags in app.tags if tags.call_id}) == 600
     assert len({tags.batch_id for tags in app.tags if tags.batch_id}) == 1
     assert {tags.iteration for tags in app.tags} == {1}
 

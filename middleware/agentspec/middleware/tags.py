@@ -162,7 +162,7 @@ def _bounded(caller: CallerTags, payload: PayloadTags) -> Iterator[tuple[str, Ta
                 if value:
                     yield name, fit_name(value)
             elif isinstance(value, tuple):
-                yield name, [fit_name(tool) for tool in value[:MAX_TOOLS]]
+                yield name, _fit_names(value)
             elif isinstance(value, dict) or 0 <= value <= MAX_COUNT:
                 yield name, value
 
@@ -176,6 +176,12 @@ def fit_name(name: str) -> str:
         mark = "~" + _digest(encoded, 6)
         return encoded[: MAX_NAME_BYTES - len(mark)].decode(errors="ignore") + mark
     return encoded.decode()
+
+
+@lru_cache(maxsize=256)
+def _fit_names(names: tuple[str, ...]) -> list[str]:
+    """At most 32 names that fit; shared, not to be changed."""
+    return [fit_name(name) for name in names[:MAX_TOOLS]]
 
 
 def check_name(field: str, name: object) -> str:
