@@ -503,6 +503,15 @@ def test_prompts_without_outputs_are_one_line_and_no_failure(lab: Path) -> None:
     assert 1 == result.output.count("questions.jsonl: skipped, 1 prompts without outputs")
 
 
+def test_prompts_alone_are_no_failure_either(lab: Path) -> None:
+    write_lines(lab / "questions.jsonl", [{"question_id": 1, "turns": ["why?"]}])
+    arguments = ["replay", "--tokenizer", str(lab / "tokenizer.json"), "--eval", str(lab / "questions.jsonl")]
+
+    result = CliRunner().invoke(main, arguments)
+
+    assert (0, 1) == (result.exit_code, len(result.output.splitlines()))
+
+
 def test_broken_line_is_named_the_rest_is_played_and_the_exit_code_is_1(lab: Path) -> None:
     write_lines(lab / "eval" / "broken.jsonl", ["{", trace_line("x", 0, "fine", workload="other")])
 

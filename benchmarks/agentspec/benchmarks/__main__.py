@@ -101,7 +101,7 @@ def replay(  # noqa: PLR0917  # click passes the options by name
     if num_left_out:
         click.echo(f"{num_left_out} runs of --warm are also in --eval: left out of --warm", err=True)
     plan = Plan(
-        workloads=_choose_workloads(workload, has_mix, played.calls, problems),
+        workloads=_choose_workloads(workload, has_mix, played, problems),
         batch_sizes=tuple(dict.fromkeys(batch_size)),
         methods=tuple(dict.fromkeys(method)) or DEFAULT_METHODS,
         thresholds=tuple(dict.fromkeys(threshold)),
@@ -126,7 +126,8 @@ def replay(  # noqa: PLR0917  # click passes the options by name
     title = (
         f"replay on recorded outputs, curve {curve.name}, drafting {plan.draft_us:g} µs a request (modelled, no GPU)"
     )
-    print_table(console, title, CELL_COLUMNS, result.cells)
+    if result.cells:
+        print_table(console, title, CELL_COLUMNS, result.cells)
     if result.equal_rejection:
         print_table(console, "at equal rejection", EQUAL_REJECTION_COLUMNS, result.equal_rejection)
     if json_path:
@@ -237,11 +238,9 @@ def _read(paths: Sequence[Path], tokenizer: Tokenizer) -> Corpus:
     return Corpus(corpus.calls, corpus.block_names, (*empty, *corpus.problems), corpus.prompt_files)
 
 
-def _choose_workloads(
-    asked: Sequence[str], has_mix: bool, calls: Sequence[TokenCall], problems: list[Problem]
-) -> tuple[str, ...]:
+def _choose_workloads(asked: Sequence[str], has_mix: bool, played: Corpus, problems: list[Problem]) -> tuple[str, ...]:
     """The workloads that have something to play; those that were asked for and have nothing become problems."""
-    found = sorted({call.workload for call in calls})
+    found = sorted({call.workload for call in played.calls})
     problems += [
         Problem(f"workload {name}", 0, f"no calls to play; there are: {', '.join(found) or 'none'}")
         for name in asked
@@ -250,7 +249,7 @@ def _choose_workloads(
     chosen = [name for name in dict.fromkeys(asked or found) if name in found]
     if found and (has_mix or MIX in asked):
         chosen.append(MIX)
-    if not chosen and not asked:
+    if not chosen and not asked and not played.prompt_files:  # a file of prompts is no mistake
         problems.append(Problem("--eval", 0, "no calls to play"))
     return tuple(chosen)
 
@@ -277,7 +276,7 @@ def _finish(problems: Sequence[Problem]) -> None:
     for problem in problems[:MAX_PROBLEMS_SHOWN]:
         click.echo(str(problem), err=True)
     if problems:
-        click.echo(f"{len(problems)} problems; the rest was played", err=True)
+        click.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)}; the rest was played", err=True)
         sys.exit(1)
 
 
