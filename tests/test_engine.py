@@ -324,13 +324,13 @@ def test_the_last_draft_is_judged_by_the_tail() -> None:
     )
 
 
-def test_at_most_4096_rows_are_counted_apart() -> None:
+def test_at_most_1024_rows_are_counted_apart() -> None:
     client = Client()
     for stage in range(5000):
         client.open(stage, stage=f"{stage}", history="off")
 
     rows = client.engine.stats()
-    assert 4096 == len(rows)
+    assert 1024 == len(rows)
     assert 1 == sum(row.block == "other" for row in rows)
 
 

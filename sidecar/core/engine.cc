@@ -14,7 +14,7 @@ constexpr size_t kGroupSize = 16;                                // requests who
 constexpr size_t kMaxPromptTokens = 8192;                        // the last tokens of a prompt that are indexed
 constexpr size_t kTokensAtOnce = 256;                            // between two looks at the quota, and at waiting steps
 constexpr auto kLongestCourtesy = std::chrono::milliseconds(1);  // for which long work stands back behind steps
-constexpr size_t kMaxStatsRows = 4096;
+constexpr size_t kMaxStatsRows = 1024;
 constexpr size_t kMaxCalibrations = 1024;          // more namespaces than that: all start anew
 constexpr int64_t kMaxDeadlineUs = 3'600'000'000;  // an hour: far from overflow
 // A generation may fill a quarter of the quota, so that one busy history forgets in portions.

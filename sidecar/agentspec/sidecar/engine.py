@@ -417,7 +417,7 @@ class Engine:
         return self._core.block_path(handle)
 
     def stats(self) -> list[BlockStats]:
-        """Counts by namespace, workflow, stage and block path; at most 4,096 rows, the rest under block ``other``."""
+        """Counts by namespace, workflow, stage and block path; at most 1,024 rows, the rest under block ``other``."""
         return [BlockStats(*row) for row in self._core.stats()]
 
     def calibration_counts(self, namespace: str = "", *, is_greedy: bool = True) -> NDArray[np.float32]:
