@@ -46,6 +46,7 @@ class Playground:
         self.engines = engines
         self.live: dict[int, Live] = {}
         self.next_handle = first_handle
+        self.is_over = False
         alphabet = random.choice([[0, 1], [0, 1, 4], [0, 2, 3], [0, 1, 2, 3], list(range(8))])
         self.phrases = [[random.choice(alphabet) for _ in range(random.randint(1, 6))] for _ in range(3)]
 
@@ -54,6 +55,8 @@ class Playground:
             call = self.random.choice([self.open, self.step, self.step, self.step, self.reopen, self.close])
             call()
             after_each()
+            if self.is_over:
+                return
         if len(self.engines) == 2:
             assert self._stats(1) == self._stats(0)
 
@@ -119,9 +122,16 @@ class Playground:
     def _compare(self, answers: list[StepDrafts]) -> None:
         for native, expected in pairwise(answers):
             assert expected.resync_handles.tolist() == native.resync_handles.tolist()
-            assert drafts_by_row(expected) == drafts_by_row(native)
-            np.testing.assert_allclose(native.survival, expected.survival, rtol=1e-5)
             np.testing.assert_allclose(native.redundancy, expected.redundancy, rtol=1e-5)
+            is_same = drafts_by_row(expected) == drafts_by_row(native) and np.allclose(
+                native.survival, expected.survival, rtol=1e-5, atol=0
+            )
+            # Rounding may put one prediction into another cell; from then on two right engines differ.
+            self.is_over = not is_same and self._was_at_an_edge()
+            assert is_same or self.is_over, f"expected {expected}, got {native}"
+
+    def _was_at_an_edge(self) -> bool:
+        return any(isinstance(engine, ReferenceEngine) and engine.calibration.was_at_an_edge for engine in self.engines)
 
     def _stats(self, engine: int) -> set[object]:
         return {row for row in self.engines[engine].stats() if row.num_steps}

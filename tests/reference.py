@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
-from tests.reference_calibration import Evidence, ReferenceCalibration, evidence_of
+from tests.reference_calibration import CONSENSUS_EDGES, Evidence, ReferenceCalibration, evidence_of
 from tests.reference_tracker import ReferenceTracker
 
 from agentspec.sidecar.engine import (
@@ -155,6 +155,12 @@ def contexts_of(tokens: Sequence[int], end: int, *, is_strict: bool) -> list[Con
     return contexts
 
 
+def ring_of(filed: Sequence[Place]) -> list[Place]:
+    """The latest places as a ring holds them, slot by slot."""
+    count = len(filed)
+    return [filed[count - 1 - (count - 1 - slot) % BUCKET_POSITIONS] for slot in range(BUCKET_POSITIONS)]
+
+
 class ReferenceIndex:
     """Places by the context before them; one with more than 15 files them all again under the next longer one."""
 
@@ -174,13 +180,11 @@ class ReferenceIndex:
         for depth, context in enumerate(contexts[order:], order):
             filed = self.places[context]
             filed.append(place)
-            if len(filed) <= BUCKET_POSITIONS:
-                return
-            if context[0] or depth + 1 == len(ORDERS):
+            if len(filed) <= BUCKET_POSITIONS or depth + 1 == len(contexts):
                 return
             if context not in self.burst:
                 self.burst.add(context)
-                for earlier in filed[:BUCKET_POSITIONS]:
+                for earlier in ring_of(filed[:-1]):
                     self._file(earlier, depth + 1)
 
     def find(self, tokens: Sequence[int]) -> tuple[list[Place], list[Place]]:
@@ -234,6 +238,7 @@ def vote(candidates: list[Candidate], max_length: int, calibration: ReferenceCal
         consensus = min(weights[winner] / total, F32(1))
         sources = frozenset(candidate.is_own for candidate in voters[winner])
         evidence = evidence_of(sources, depth, match_length + depth, len(voters[winner]), consensus)
+        calibration.note_edge(consensus, CONSENSUS_EDGES)
         predicted *= calibration.probability(evidence, weights[winner] / (total + escape))
         survival = min(survival, calibration.survival(predicted, depth))
         if depth == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +47,12 @@ class ReferenceCalibration:
 
     def __init__(self, *, has_prior: bool) -> None:
         self.has_prior = has_prior
+        self.was_at_an_edge = False  # a prediction fell so near an edge that rounding chose its cell
         self.tokens: defaultdict[Evidence, list[int]] = defaultdict(lambda: [0, 0])
         self.survivals: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+
+    def note_edge(self, value: F32, edges: Sequence[F32]) -> None:
+        self.was_at_an_edge |= any(np.isclose(value, edge, rtol=1e-5, atol=0) for edge in edges)
 
     def probability(self, evidence: Evidence, raw: F32) -> F32:
         accepted, total = self.tokens[evidence]
@@ -55,6 +60,7 @@ class ReferenceCalibration:
         return F32(F32(accepted) + TOKEN_PRIOR * prior) / (F32(total) + TOKEN_PRIOR)
 
     def survival(self, predicted: F32, depth: int) -> F32:
+        self.note_edge(predicted, SURVIVAL_EDGES)
         accepted, total = self.survivals[self._cell(predicted, depth)]
         survival, deep = self._cell(predicted, depth)
         prior = self._prior(NUM_TOKEN_CELLS + survival * 7 + deep, predicted)
