@@ -173,7 +173,7 @@ def _run_batch(
 async def _research(base_url: str, topics: Sequence[str], max_rounds: int, recorder: CallRecorder) -> None:
     async with recorder.client(timeout_s=_CALL_TIMEOUT_S) as client:
         model = chat_model(
-            base_url, SERVED_NAME, http_async_client=client, max_retries=0, extra_body=dict(TOKEN_IDS_REQUEST)
+            base_url, SERVED_NAME, http_async_client=client, max_retries=2, extra_body=dict(TOKEN_IDS_REQUEST)
         )
         await research(build_graph(model, max_rounds=max_rounds), topics)
 
