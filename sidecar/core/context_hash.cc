@@ -4,21 +4,6 @@
 
 namespace agentspec {
 
-namespace {
-
-// kHashBase to the power of each order.
-constexpr auto kPowers = [] {
-  std::array<uint64_t, kNumOrders> powers{};
-  uint64_t power = 1;
-  for (int level = 0, exponent = 0; level < kNumOrders; ++level) {
-    for (; exponent < kOrders[level]; ++exponent) power *= kHashBase;
-    powers[level] = power;
-  }
-  return powers;
-}();
-
-}  // namespace
-
 void TextWindow::Push(Token token) {
   bool is_wall = token == kBlockStart && (is_strict_ || length_ == 0);
   if (is_wall) {
@@ -31,7 +16,7 @@ void TextWindow::Push(Token token) {
     hash_[level] = hash_[level] * kHashBase + spread;
     if (visible_ < kOrders[level]) continue;
     Token leaving = LoadToken(end() - static_cast<size_t>(kOrders[level] - 1) * kTokenBytes);
-    hash_[level] -= SpreadToken(leaving) * kPowers[level];
+    hash_[level] -= SpreadToken(leaving) * kHashPowers[kOrders[level]];
   }
   visible_ = std::min<uint8_t>(visible_ + 1, kMaxContext + 1);
   length_ = std::min<uint8_t>(length_ + 1, kMaxContext);

@@ -35,6 +35,11 @@ inline void StoreToken(uint8_t* begin, Token token) { std::memcpy(begin, &token,
 
 // The hash of a context is a polynomial in kHashBase of its tokens' spread values, the last one's factor being 1.
 inline constexpr uint64_t kHashBase = 0x9E3779B97F4A7C15ull;
+inline constexpr auto kHashPowers = [] {
+  std::array<uint64_t, kMaxContext + 1> powers{1};
+  for (size_t i = 1; i < powers.size(); ++i) powers[i] = powers[i - 1] * kHashBase;
+  return powers;
+}();
 
 // Spreads the few bits of a token id, so that sums do not cancel out.
 inline uint64_t SpreadToken(Token token) {

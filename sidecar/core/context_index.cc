@@ -13,12 +13,6 @@ namespace {
 constexpr size_t kAhead = 8;              // tokens whose memory reads overlap when many are appended
 constexpr size_t kCachedSlots = 1 << 16;  // of a table that the processor's cache holds: nothing to overlap
 
-constexpr auto kHashPowers = [] {
-  std::array<uint64_t, kMaxContext> powers{1};
-  for (size_t i = 1; i < powers.size(); ++i) powers[i] = powers[i - 1] * kHashBase;
-  return powers;
-}();
-
 // How many bytes before `a` and `b` are equal, at most `limit`. 8 bytes before the first of them must be readable.
 int CommonSuffix(const uint8_t* a, const uint8_t* b, int limit) {
   for (int length = 0; length < limit; length += 8) {
