@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from tests.openai_server import OpenAIServer, running_server
 from tests.vllm_lab import Lab, PlainEngine
 
 
@@ -65,6 +66,20 @@ def lab(session_lab: Lab) -> Iterator[Lab]:
     session_lab.use(session_lab.new_client())
     yield session_lab
     session_lab.settle()
+
+
+@pytest.fixture(scope="module")
+def module_server() -> Iterator[OpenAIServer]:
+    """A server of OpenAI's API for all tests of a module."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(module_server: OpenAIServer) -> OpenAIServer:
+    """The same, without what earlier tests have sent."""
+    module_server.clear()
+    return module_server
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 from openai import OpenAI
-from tests.openai_server import OpenAIServer, running_server
+from tests.openai_server import OpenAIServer
 
 from agentspec.middleware import (
     AgentSpecMiddleware,
@@ -32,18 +32,6 @@ from agentspec.middleware import (
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 CLIENTS = ("httpx", "httpx2")
-
-
-@pytest.fixture(scope="module")
-def module_server() -> Iterator[OpenAIServer]:
-    with running_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(module_server: OpenAIServer) -> OpenAIServer:
-    module_server.clear()
-    return module_server
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 from openai import OpenAI
-from tests.openai_server import OpenAIServer, running_server
+from tests.openai_server import OpenAIServer
 
 import agentspec.middleware
 from agentspec.middleware import AgentSpecMiddleware
@@ -68,12 +68,6 @@ PLACES = {name: (owner, attribute) for name, owner, attribute in places() if nam
 
 def broken(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError
-
-
-@pytest.fixture(scope="module")
-def module_server() -> Iterator[OpenAIServer]:
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from tests.openai_server import OpenAIServer, running_server
+from tests.openai_server import OpenAIServer
 
 from agentspec.middleware import AgentSpecMiddleware, AgentSpecToolMiddleware, stage, telemetry
 from agentspec.middleware.feedback import MAX_ROWS, OTHER_STAGES, CallOutcome, Feedback
@@ -28,12 +28,6 @@ from agentspec.middleware.feedback import MAX_ROWS, OTHER_STAGES, CallOutcome, F
 MESSAGES: Any = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
 DRAFTING = {"num_draft_tokens": 8, "num_accepted_draft_tokens": 6, "num_spec_steps": 3}
 WITH_USAGE: Any = {"include_usage": True}
-
-
-@pytest.fixture(scope="module")
-def module_server() -> Iterator[OpenAIServer]:
-    with running_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from langgraph.graph.state import CompiledStateGraph
 from openai import AsyncOpenAI, OpenAI
 from openai._models import FinalRequestOptions
 from pydantic import BaseModel
-from tests.openai_server import OpenAIServer, running_server
+from tests.openai_server import OpenAIServer
 
 from agentspec.middleware import (
     AgentSpecMiddleware,
@@ -41,18 +41,6 @@ class Plan(BaseModel):
     """A plan."""
 
     title: str
-
-
-@pytest.fixture(scope="module")
-def module_server() -> Iterator[OpenAIServer]:
-    with running_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(module_server: OpenAIServer) -> OpenAIServer:
-    module_server.clear()
-    return module_server
 
 
 @pytest.fixture
