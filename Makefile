@@ -11,7 +11,8 @@ export PYTHON ?= python3
 CORE_SOURCES = $(wildcard sidecar/core/*.cc sidecar/core/*.h)
 PROTOS = $(wildcard proto/agentspec/draft/v1/*.proto)
 # Decides whether protobuf runtimes as old as 5.29 can load the generated code.
-GRPCIO_TOOLS = grpcio-tools==1.71.2
+PROTO_TOOLS = grpcio-tools==1.71.2 buf-bin==1.75.0
+PROTO_PYTHON = build/proto/bin/python
 
 help: ## print this list
 	@echo "Targets (PYTHON=<path> chooses the interpreter, now $(PYTHON)):"
@@ -59,11 +60,15 @@ sanitizers:
 bench: setup ## time and memory of the engine beside its peers; `agentspec-bench --help` lists more
 	agentspec-bench engine
 
-proto: setup ## generate the protobuf code that is committed
-	@if [ -z "$(PROTOS)" ]; then echo "proto: no .proto files"; exit; fi; \
-	python -m venv --clear --without-pip build/proto; \
-	python -m pip --python build/proto/bin/python install --quiet $(GRPCIO_TOOLS); \
-	build/proto/bin/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
+# The tools live apart: their protobuf is the oldest that we support, and vLLM wants a newer one.
+build/proto/tools: Makefile
+	python -m venv --clear --without-pip build/proto
+	python -m pip --python $(PROTO_PYTHON) install --quiet --disable-pip-version-check $(PROTO_TOOLS)
+	@touch $@
+
+proto: setup build/proto/tools ## generate the protobuf code that is committed, and lint the contract
+	build/proto/bin/buf lint proto
+	$(PROTO_PYTHON) -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
 
 clean: ## remove what was built; .venv keeps the packages
 	rm -rf build .mypy_cache .ruff_cache .hypothesis .venv/setup-* .venv/bin/redis-server
