@@ -162,7 +162,7 @@ def test_serve_refuses_a_vllm_that_is_not_supported(executed: list[list[str]], m
     assert executed == []
 
 
-@pytest.mark.parametrize("args", [("--help",), ("serve", "--help"), ("flags", "--help")])
+@pytest.mark.parametrize("args", [("--help",), ("serve", "--help"), ("flags", "--help"), ("doctor", "--help")])
 def test_every_command_has_help(args: tuple[str, ...]) -> None:
     result = run(*args)
 

@@ -417,6 +417,23 @@ def row_of(step_id: int, handle: int, position: int, *tokens: int) -> StepReques
     )
 
 
+def test_step_behind_a_long_prompt_is_not_waited_for(guard_of: Any, fallbacks: Fallbacks) -> None:
+    let_go = threading.Event()
+
+    class SlowToOpen(ScriptedClient):
+        def open(self, handle: int, tokens: TokenIds, tags: Tags, sampling: Sampling, *, namespace: str) -> None:
+            assert let_go.wait(60)
+
+    guard = guard_of(SlowToOpen())
+    guard.open(1, np.zeros(100_000, np.int32), UNTAGGED, GREEDY, namespace="default")
+    guard.submit(step_of(1))
+    drafts = guard.collect(deadline_ms=SHORT_MS)
+    let_go.set()
+
+    assert drafts is None
+    assert fallbacks.counts() == {"behind": 1}
+
+
 def test_embedded_client_drafts_what_another_request_wrote(engine: Engine, guard_of: Any) -> None:
     text = (5, 6, 7, 8, 9, 10, 11, 12)
     guard = guard_of(EmbeddedClient(engine))

@@ -37,6 +37,8 @@ def test_missing_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FittingScheduler:
+    def add_request(self, request: object) -> None: ...
+
     def schedule(self, throttle_prefills: bool = False) -> None: ...
 
     def update_from_output(self, scheduler_output: object, model_runner_output: object) -> None: ...
@@ -61,7 +63,7 @@ def test_scheduler_with_another_signature_is_refused_by_method(name: str) -> Non
 
 
 def test_scheduler_without_a_method_is_refused() -> None:
-    with pytest.raises(CompatibilityError, match=r"Scheduler\.schedule takes None"):
+    with pytest.raises(CompatibilityError, match=r"Scheduler\.add_request takes None"):
         check_scheduler(object)
 
 

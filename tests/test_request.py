@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.serving_patch.request import forced_tool, namespace_of, prompt_tokens, sampling_of
+from agentspec.serving_patch.request import PromptReader, forced_tool, namespace_of, sampling_of
 from agentspec.sidecar.engine import Sampling
 
 
 def test_placeholders_and_embeddings_are_no_prompt_text() -> None:
     def prompt(token_ids: list[int] | None, is_text: list[bool] | None = None) -> Any:
         request = SimpleNamespace(prompt_token_ids=token_ids, prompt_is_token_ids=is_text)
-        tokens = prompt_tokens(request, 100)
+        reader = PromptReader(request, 100)
+        while reader.num_left:
+            reader.read(2)
+        tokens = reader.tokens()
         assert tokens.dtype == np.int32
         assert tokens.flags.c_contiguous
         return tokens.tolist()

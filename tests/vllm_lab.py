@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.serving_patch.client import DraftClient, EmbeddedClient
-from agentspec.serving_patch.compat import read_vocabulary
+from agentspec.serving_patch.compat import read_vocabulary, register
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.tags import Tags
@@ -199,6 +199,7 @@ class Lab:
     """vLLM with the scheduler hook, in this process, and the hook's parts within reach."""
 
     def __init__(self, model_path: str) -> None:
+        register()  # vLLM does it by the entry point of an installed package
         self.llm = start_llm(
             model_path,
             scheduler_cls="tests.switch_scheduler.SwitchScheduler",

@@ -1,4 +1,4 @@
-"""`agentspec-vllm`: start vLLM with AgentSpec, or print the flags that do it."""
+"""`agentspec-vllm`: start vLLM with AgentSpec, print the flags that do it, or check the machine for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -15,6 +15,7 @@ from agentspec.sidecar.grammar_store import server_grammars
 from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, OptionsError, read_options
 
 from .compat import PROPOSER_CLS, SCHEDULER_CLS, CompatibilityError, check_version
+from .doctor import Finding, examine
 
 VLLM_MODULE = "vllm.entrypoints.cli.main"
 ADDITIONAL_CONFIG = "--additional-config"
@@ -50,6 +51,12 @@ def build_flags(vllm_args: Sequence[str], environ: Mapping[str, str] = os.enviro
     Raises:
         FlagError: a flag conflicts, or an option of AgentSpec is wrong.
     """
+    kept, config, options = _split_flags(vllm_args, environ)
+    return [*kept, *_our_flags(options, config)]
+
+
+def _split_flags(vllm_args: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, Any], Options]:
+    """The user's own flags, the merged `--additional-config`, and our options in it."""
     kept: list[str] = []
     config: dict[str, Any] = {}
     for flag, value, words in _flags(vllm_args):
@@ -61,8 +68,16 @@ def build_flags(vllm_args: Sequence[str], environ: Mapping[str, str] = os.enviro
             config |= _read_json(value)
         else:
             kept += words
-    options = _read_options(config.get(ADDITIONAL_CONFIG_KEY), environ)
-    return [*kept, *_our_flags(options, config)]
+    return kept, config, _read_options(config.get(ADDITIONAL_CONFIG_KEY), environ)
+
+
+def read_flags(vllm_args: Sequence[str], environ: Mapping[str, str] = os.environ) -> Options:
+    """Read the options of AgentSpec out of the flags of a `vllm serve`, and check the flags.
+
+    Raises:
+        FlagError: see `build_flags`.
+    """
+    return _split_flags(vllm_args, environ)[2]
 
 
 def _our_flags(options: Options, config: Mapping[str, Any]) -> list[str]:
@@ -162,6 +177,28 @@ def flags() -> None:
     words = build_flags(())
     for name, value in zip(words[::2], words[1::2], strict=True):
         click.echo(f"{name} {shlex.quote(value)}")
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("model", required=False, default="")
+@click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED)
+def doctor(model: str, vllm_args: tuple[str, ...]) -> None:
+    """Check this machine for `agentspec-vllm serve MODEL`, and say what to do.
+
+    Looks at packages, ports, vLLM's version and scheduler and, with a MODEL, at its tokenizer and chat template. Takes
+    the flags of `serve`. Exit code 2 when the engine would not start.
+    """
+    findings = list(_shown(examine(read_flags(vllm_args), model)))
+    if any(finding.status == "fail" for finding in findings):
+        raise SystemExit(FlagError.exit_code)
+
+
+def _shown(findings: Iterable[Finding]) -> Iterator[Finding]:
+    for finding in findings:
+        click.echo(f"{finding.status:5}{finding.subject}: {finding.detail}")
+        if finding.fix:
+            click.echo(f"     -> {finding.fix}")
+        yield finding
 
 
 if __name__ == "__main__":

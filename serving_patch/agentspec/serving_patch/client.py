@@ -26,6 +26,7 @@ MAX_QUEUED_TOKENS = 1 << 22  # 16 MiB of prompts and steps that wait for a stuck
 COMMAND_TOKENS = 64  # what a queued command counts beside its tokens
 CLIENT_SHARE = 0.75  # of the deadline goes to the client, so that its partial answer still arrives in time
 MAX_SKIPPED_STEPS = 64
+INDEXED_TOKENS_PER_MS = 4000  # of prompts that wait in the queue; more than fit into the deadline are not waited for
 JOIN_TIMEOUT_S = 2.0
 
 
@@ -261,6 +262,9 @@ class GuardedClient:
     def _wait_for(self, step: StepRequest, deadline_ms: float) -> None:
         if self._is_behind:
             self._fallbacks.note("behind", "the draft client has not come back from an earlier step")
+            return
+        if self._num_queued_tokens > deadline_ms * INDEXED_TOKENS_PER_MS:
+            self._fallbacks.note("behind", f"{self._num_queued_tokens} tokens wait for the draft client")
             return
         if self._num_steps_to_skip > 0:
             self._num_steps_to_skip -= 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.metadata
 import inspect
 import logging
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from agentspec.sidecar.grammars import CHAT, Grammar, choose_grammar
@@ -18,12 +21,14 @@ MIN_VERSION = (0, 32)
 END_VERSION = (0, 34)
 SUPPORTED = "vllm>=0.32,<0.34"
 
+PLUGIN_GROUP = "vllm.general_plugins"
 SCHEDULER_CLS = "agentspec.serving_patch.hook_v1.AgentSpecScheduler"
 PROPOSER_CLS = "agentspec.serving_patch.hook_v1.NullProposer"
 LOSSY_REJECTION_METHODS = ("synthetic", "fly")
 
 # The parameters that the scheduler hook relies on, by overridden method.
 SCHEDULER_METHODS = {
+    "add_request": ("self", "request"),
     "schedule": ("self", "throttle_prefills"),
     "update_from_output": ("self", "scheduler_output", "model_runner_output"),
     "update_draft_token_ids": ("self", "draft_token_ids"),
@@ -31,6 +36,8 @@ SCHEDULER_METHODS = {
     "shutdown": ("self",),
 }
 RUNNER_SAMPLE = ("self", "logits", "spec_decode_metadata")
+VALIDATE_SPEC_DECODE = ("self", "speculative_config")
+BUILD_LOGITSPROCS = ("vllm_config", "device", "is_pin_memory", "is_pooling_model", "custom_logitsprocs")
 
 
 class CompatibilityError(RuntimeError):
@@ -78,6 +85,19 @@ def check_scheduler(scheduler_cls: type) -> None:
                 f"vLLM's Scheduler.{name} takes {found}, AgentSpec expects {expected}: this build of vLLM is not "
                 f"supported; install a release of {SUPPORTED}"
             )
+
+
+def check_installed() -> None:
+    """Refuse an installed vLLM whose scheduler is not the one that the hook was written for; imports vLLM.
+
+    Raises:
+        CompatibilityError: it cannot be imported, or a method has other parameters.
+    """
+    try:
+        from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415  # the CLI imports this without vLLM
+    except ImportError as error:
+        raise CompatibilityError(f"vLLM cannot be imported ({error}); reinstall it") from error
+    check_scheduler(Scheduler)
 
 
 def check_config(vllm_config: Any) -> None:
@@ -129,10 +149,17 @@ def probe(vllm_config: Any, scheduler_cls: type) -> None:
 
 
 def register() -> None:
-    """Entry point ``vllm.general_plugins``: fix sampling with drafts on vLLM CPU, and nothing else.
+    """Entry point ``vllm.general_plugins``: mend what speculation breaks in vLLM, and nothing else.
 
-    Called by vLLM in each of its processes, with or without AgentSpec's flags.
+    Called by vLLM in each of its processes, with or without AgentSpec's flags: the fix of sampling on the CPU counts
+    for every speculative method, `min_p` and `logit_bias` are served with AgentSpec's alone.
     """
+    fix_sampling()
+    serve_unverifiable_sampling()
+
+
+def fix_sampling() -> None:
+    """Mend sampling with drafts where this platform of vLLM needs it; idempotent."""
     from vllm.platforms import current_platform  # noqa: PLC0415  # the CLI imports this module without vLLM
 
     if current_platform.is_cpu():
@@ -167,6 +194,72 @@ def _expand_batch_to_tokens(
     return torch.repeat_interleave(x, counts, output_size=num_tokens)
 
 
+def serve_unverifiable_sampling() -> None:
+    """Let an engine of AgentSpec serve `min_p` and `logit_bias`, which vLLM refuses with any speculation.
+
+    vLLM's rejection sampler ignores both, its plain sampler does not, and a row without drafts is sampled by the
+    latter: the hook gives such requests no drafts (`request.can_verify`). Both parts, the check of the request and the
+    list of processors, are changed or none is. Idempotent; the stock functions stay reachable as ``__wrapped__``.
+    """
+    from vllm.sampling_params import SamplingParams  # noqa: PLC0415  # the CLI imports this module without vLLM
+    from vllm.v1.sample import logits_processor  # noqa: PLC0415  # see above
+
+    validate = getattr(SamplingParams, "_validate_spec_decode", None)
+    build = getattr(logits_processor, "build_logitsprocs", None)
+    if hasattr(validate, "__wrapped__"):
+        return
+    if not (_takes(validate, VALIDATE_SPEC_DECODE) and _takes(build, BUILD_LOGITSPROCS)):
+        logger.warning("agentspec: this vLLM checks sampling in another way, so it refuses min_p and logit_bias")
+        return
+    SamplingParams._validate_spec_decode = _validating(validate)
+    logits_processor.build_logitsprocs = _building(build, logits_processor)
+    runner = sys.modules.get("vllm.v1.worker.gpu_model_runner")
+    if runner is not None:  # it has looked the function up already
+        runner.build_logitsprocs = logits_processor.build_logitsprocs  # type: ignore[attr-defined]  # vLLM's own
+
+
+def _takes(function: Any, parameters: tuple[str, ...]) -> bool:
+    return function is not None and tuple(inspect.signature(function).parameters) == parameters
+
+
+def is_ours(speculative_config: Any) -> bool:
+    """Whether a speculative configuration of vLLM is that of AgentSpec's scheduler hook."""
+    return (
+        speculative_config is not None
+        and speculative_config.method == "custom_class"
+        and speculative_config.model == PROPOSER_CLS
+    )
+
+
+def _validating(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def validate(self: Any, speculative_config: Any) -> None:
+        if is_ours(speculative_config):
+            self = copy.copy(self)
+            self.min_p, self.logit_bias = 0.0, None
+        stock(self, speculative_config)
+
+    return validate
+
+
+def _building(stock: Any, module: Any) -> Any:
+    @functools.wraps(stock)
+    def build(
+        vllm_config: Any,
+        device: Any,
+        is_pin_memory: bool,
+        is_pooling_model: bool,
+        custom_logitsprocs: Sequence[Any] = (),
+    ) -> Any:
+        if custom_logitsprocs or is_pooling_model or not is_ours(vllm_config.speculative_config):
+            return stock(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
+        return module.LogitsProcessors(
+            processor(vllm_config, device, is_pin_memory) for processor in module.BUILTIN_LOGITS_PROCESSORS
+        )
+
+    return build
+
+
 def skip_rejection_without_drafts() -> None:
     """Let steps without a draft take vLLM's plain sampler, as they would without a speculative configuration.
 
@@ -179,7 +272,7 @@ def skip_rejection_without_drafts() -> None:
     stock = getattr(GPUModelRunner, "_sample", None)
     if hasattr(stock, "__wrapped__"):
         return
-    if stock is None or tuple(inspect.signature(stock).parameters) != RUNNER_SAMPLE:
+    if stock is None or not _takes(stock, RUNNER_SAMPLE):
         logger.warning("agentspec: this vLLM samples in another way, so steps without drafts stay slower than plain")
         return
 
@@ -198,7 +291,6 @@ def read_vocabulary(model_config: Any) -> list[bytes]:
         One entry per row of the model's output layer. Ids without text are empty; all are when the engine runs without
         a tokenizer or with one that is not understood: then there are no semantic blocks, and drafting goes on.
     """
-    import xgrammar  # noqa: PLC0415  # see below
     from vllm.tokenizers import cached_tokenizer_from_config  # noqa: PLC0415  # the CLI imports this without vLLM
 
     vocab_size = int(model_config.get_vocab_size())
@@ -206,6 +298,28 @@ def read_vocabulary(model_config: Any) -> list[bytes]:
     if tokenizer is None:
         logger.warning("agentspec: the engine has no tokenizer, so semantic blocks are not followed")
         return [b""] * vocab_size
+    return vocabulary_of(tokenizer, vocab_size)
+
+
+def read_model(model: str) -> tuple[list[bytes], Grammar]:
+    """Read what `read_vocabulary` and `read_grammar` read, of a model that no engine serves yet.
+
+    Args:
+        model: hub id or folder.
+
+    Raises:
+        ImportError, OSError, RuntimeError, ValueError: there is no such tokenizer, or it cannot be loaded.
+    """
+    from vllm.tokenizers import get_tokenizer  # noqa: PLC0415  # the CLI imports this without vLLM
+
+    tokenizer = get_tokenizer(model)
+    return vocabulary_of(tokenizer, len(tokenizer)), grammar_of(tokenizer)
+
+
+def vocabulary_of(tokenizer: Any, vocab_size: int) -> list[bytes]:
+    """See `read_vocabulary`."""
+    import xgrammar  # noqa: PLC0415  # the CLI imports this without xgrammar
+
     try:
         vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer).decoded_vocab
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -24,15 +24,16 @@ from agentspec.sidecar.tags import UNTAGGED, Tags, TagsError, decode_tags
 from agentspec.sidecar.telemetry import MetricsServer, serve_metrics
 
 from .client import DraftClient, EmbeddedClient, Fallbacks, GuardedClient
-from .compat import probe, read_grammar, read_vocabulary, register, skip_rejection_without_drafts
+from .compat import fix_sampling, probe, read_grammar, read_vocabulary, skip_rejection_without_drafts
 from .cost_model import StepTimer
-from .request import namespace_of, prompt_tokens, sampling_of
+from .request import PromptReader, can_verify, keeps_batch_plain, namespace_of, sampling_of
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
 
 GPU_DEADLINE_MS = 3.0
 CPU_DEADLINE_MS = 30.0
+MAX_PROMPT_TOKENS = 1 << 13  # read in one step: 0.2 ms
 
 FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
@@ -48,7 +49,7 @@ class NullProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         del vllm_config  # part of vLLM's contract
-        register()  # VLLM_PLUGINS may have kept vLLM from it
+        fix_sampling()  # VLLM_PLUGINS may have kept vLLM from it
         skip_rejection_without_drafts()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -66,6 +67,7 @@ class _Row:
     request: Any
     handle: int
     tags: Tags
+    max_draft_tokens: int
     position: int = 0  # output tokens handed over
     num_draft_tokens: int = 0  # verified since the last step
     num_accepted_tokens: int = 0
@@ -96,23 +98,35 @@ class AgentSpecScheduler(Scheduler):
             deadline_ms=self._deadline_ms,
         )
         self._rows: dict[str, _Row] = {}
+        self._prompts: dict[int, tuple[_Row, PromptReader]] = {}  # by handle: rows whose prompt is being read
         self._next_handle = 0
         self._step_id = 0
         self._step: StepRequest | None = None  # handed over and not collected
         self._step_rows: list[_Row] = []
         self._num_steps_to_skip = 0
+        self._plain_batch_ids: set[str] = set()  # requests beside which no other may have a draft
         self._timer = StepTimer()
         self._timing: StepTiming | None = None  # of the last step that ran
         self._switch_padding_off()
         self._log_start()
 
+    def add_request(self, request: Any) -> None:
+        """Take note of a request beside which nobody may have a draft."""
+        with self._fail_open():
+            if request.sampling_params is not None and keeps_batch_plain(request.sampling_params):
+                self._plain_batch_ids.add(request.request_id)
+        super().add_request(request)
+
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Open the requests that start now, so that their prompts are indexed while the model runs."""
         self._timer.start()
+        if self._plain_batch_ids:
+            self._drop_drafts()
         output = super().schedule(throttle_prefills)
         with self._fail_open():
             for new in output.scheduled_new_reqs:
                 self._find_row(self.requests[new.req_id])
+            self._read_prompts()
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -131,8 +145,7 @@ class AgentSpecScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Set the drafts of the next step; the proposer's are empty, or zeros near `max_model_len`."""
-        for request in self.running:
-            request.spec_token_ids = []
+        self._drop_drafts()
         if self._step is None:
             return
         with self._fail_open():
@@ -142,6 +155,7 @@ class AgentSpecScheduler(Scheduler):
                 self._resync(drafts)
 
     def _free_request(self, request: Any, delay_free_blocks: bool = False) -> Any:
+        self._plain_batch_ids.discard(request.request_id)
         with self._fail_open():
             self._close(request)
         return super()._free_request(request, delay_free_blocks)
@@ -153,6 +167,10 @@ class AgentSpecScheduler(Scheduler):
             if self._metrics is not None:
                 self._metrics.shutdown()
         super().shutdown()
+
+    def _drop_drafts(self) -> None:
+        for request in self.running:
+            request.spec_token_ids = []
 
     @contextmanager
     def _fail_open(self) -> Iterator[None]:
@@ -210,26 +228,42 @@ class AgentSpecScheduler(Scheduler):
         except TagsError as error:
             self._fallbacks.note("bad_tags", error)
             tags = UNTAGGED
-        row = _Row(request, self._next_handle, tags)
+        may_draft = tags.speculate and can_verify(request.sampling_params)
+        most = min(self._max_draft_tokens, tags.max_draft_tokens) if may_draft else 0
+        row = _Row(request, self._next_handle, tags, most)
         self._next_handle += 1
         self._rows[request.request_id] = row
         self._open(row)
         return row
 
     def _open(self, row: _Row) -> None:
-        request = row.request
         row.position = 0
-        self._client.open(
-            row.handle,
-            prompt_tokens(request, self._vocab_size),
-            row.tags,
-            sampling_of(request),
-            namespace=namespace_of(self._options.namespace, request),
-        )
+        self._prompts[row.handle] = row, PromptReader(row.request, self._vocab_size)
+
+    def _read_prompts(self) -> None:
+        """Read on in the prompts of new requests, and open those that are read."""
+        num_left = MAX_PROMPT_TOKENS
+        while self._prompts and num_left > 0:
+            handle = next(iter(self._prompts))
+            row, prompt = self._prompts.pop(handle)
+            num_unread = prompt.num_left
+            prompt.read(num_left)
+            num_left -= num_unread - prompt.num_left
+            if prompt.num_left > 0:
+                self._prompts[handle] = row, prompt
+                continue
+            self._client.open(
+                handle,
+                prompt.tokens(),
+                row.tags,
+                sampling_of(row.request),
+                namespace=namespace_of(self._options.namespace, row.request),
+            )
 
     def _close(self, request: Any) -> None:
         row = self._rows.pop(request.request_id, None)
         if row is not None:
+            self._prompts.pop(row.handle, None)
             output = request.output_token_ids
             reason = FINISH_REASONS.get(request.status, FinishReason.ERROR)
             self._client.close(row.handle, reason, len(output), np.array(output[row.position :], np.int32))
@@ -250,7 +284,9 @@ class AgentSpecScheduler(Scheduler):
         rows = [
             row
             for request in self.running
-            if not request.is_prefill_chunk and request.num_output_tokens and (row := self._find_row(request))
+            if not request.is_prefill_chunk
+            and request.num_output_tokens
+            and self._is_open(row := self._find_row(request))
         ]
         if not rows:
             return
@@ -262,6 +298,9 @@ class AgentSpecScheduler(Scheduler):
             row.num_draft_tokens = row.num_accepted_tokens = 0
         self._step, self._step_rows = step, rows
 
+    def _is_open(self, row: _Row | None) -> TypeGuard[_Row]:
+        return row is not None and row.handle not in self._prompts
+
     def _make_step(self, rows: Sequence[_Row]) -> StepRequest:
         token_ids: list[int] = []
         token_offsets = [0]
@@ -269,7 +308,8 @@ class AgentSpecScheduler(Scheduler):
             token_ids += row.request.output_token_ids[row.position :]
             token_offsets.append(len(token_ids))
         num_prefill_tokens = self._expect_prefill(len(rows))
-        budget = 0 if self._options.policy == "off" else self._free_tokens(len(rows) + num_prefill_tokens)
+        is_off = self._options.policy == "off" or self._plain_batch_ids
+        budget = 0 if is_off else self._free_tokens(len(rows) + num_prefill_tokens)
         return StepRequest(
             step_id=self._step_id,
             handles=np.array([row.handle for row in rows], np.int64),
@@ -292,12 +332,12 @@ class AgentSpecScheduler(Scheduler):
         return max(0, limit - num_scheduled_tokens)
 
     def _room(self, row: _Row) -> int:
-        request = row.request
-        if not row.tags.speculate:
+        if not row.max_draft_tokens:
             return 0
+        request = row.request
         to_model_len = int(self.max_model_len - request.num_tokens - 1)
         to_max_tokens = int(request.max_tokens - request.num_output_tokens - 1)
-        return max(0, min(self._max_draft_tokens, row.tags.max_draft_tokens, to_model_len, to_max_tokens))
+        return max(0, min(row.max_draft_tokens, to_model_len, to_max_tokens))
 
     def _expect_prefill(self, num_rows: int) -> int:
         """Prompt tokens of the next step, as far as requests that have arrived tell; the prefix cache may hold some."""
@@ -338,6 +378,7 @@ class AgentSpecScheduler(Scheduler):
             for row in self._rows.values():
                 if row.handle in lost:
                     self._open(row)
+            self._read_prompts()
 
 
 def _read_options(vllm_config: Any) -> Options:

@@ -11,16 +11,44 @@ import numpy as np
 
 from agentspec.sidecar.engine import Sampling, TokenIds
 
+SAMPLING_EPSILON = 1e-5  # vLLM takes a smaller min_p for none
 
-def prompt_tokens(request: Any, vocab_size: int) -> TokenIds:
-    """The prompt's text; embeddings have none, and placeholders of other modalities may be no token ids."""
-    if request.prompt_token_ids is None:
-        return np.empty(0, np.int32)
-    tokens = np.array(request.prompt_token_ids, np.int64)
-    is_text = (tokens >= 0) & (tokens < vocab_size)
-    if request.prompt_is_token_ids is not None:
-        is_text &= np.array(request.prompt_is_token_ids, bool)
-    return tokens[is_text].astype(np.int32)
+
+class PromptReader:
+    """Reads the text of a prompt in slices: a long one at once would hold a step up for milliseconds.
+
+    Embeddings have no text, and placeholders of other modalities may be no token ids.
+
+    Args:
+        request: vLLM's.
+        vocab_size: token ids of text are below it.
+    """
+
+    def __init__(self, request: Any, vocab_size: int) -> None:
+        self._token_ids = request.prompt_token_ids or []
+        self._is_text = request.prompt_is_token_ids
+        self._vocab_size = vocab_size
+        self._slices: list[TokenIds] = []
+        self._num_read = 0
+
+    @property
+    def num_left(self) -> int:
+        """Positions of the prompt that are not read yet."""
+        return len(self._token_ids) - self._num_read
+
+    def read(self, num_tokens: int) -> None:
+        """Read on by at most so many positions."""
+        begin, end = self._num_read, min(self._num_read + num_tokens, len(self._token_ids))
+        tokens = np.array(self._token_ids[begin:end], np.int64)
+        is_text = (tokens >= 0) & (tokens < self._vocab_size)
+        if self._is_text is not None:
+            is_text &= np.array(self._is_text[begin:end], bool)
+        self._slices.append(tokens[is_text].astype(np.int32))
+        self._num_read = end
+
+    def tokens(self) -> TokenIds:
+        """The text read so far."""
+        return self._slices[0] if len(self._slices) == 1 else np.concatenate([np.empty(0, np.int32), *self._slices])
 
 
 def namespace_of(configured: str, request: Any) -> str:
@@ -43,6 +71,20 @@ def sampling_of(request: Any) -> Sampling:
     is_structured = bool(request.use_structured_output)
     tool = forced_tool(params.structured_outputs) if is_structured else ""
     return Sampling(params.temperature, is_structured, tool)
+
+
+def can_verify(params: Any) -> bool:
+    """Whether vLLM can verify drafts of a request: its rejection sampler knows neither `min_p` nor `logit_bias`."""
+    return params.min_p <= SAMPLING_EPSILON and not params.logit_bias
+
+
+def keeps_batch_plain(params: Any) -> bool:
+    """Whether a request gets wrong log-probabilities, or stops the engine, as soon as any row of its batch has a draft.
+
+    With `logprob_token_ids` (vLLM's scoring API) the rejection sampler mixes up log-probabilities of single tokens and
+    of the whole vocabulary.
+    """
+    return bool(params.logprob_token_ids)
 
 
 def forced_tool(structured_outputs: Any) -> str:
