@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import socket
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ def test_package_of_another_project_that_hides_ours_is_found(tmp_path: Path, mon
     with monkeypatch.context() as patched:
         patched.delitem(sys.modules, "agentspec")
         patched.syspath_prepend(tmp_path)
+        patched.setattr(sys, "meta_path", [PathFinder])  # an editable install brings a finder that comes first
         finding = check_namespace()
 
     assert finding.status == "fail"
