@@ -28,6 +28,7 @@ from agentspec.benchmarks.report import (
     print_table,
     write_json,
 )
+from agentspec.benchmarks.report_command import report
 from agentspec.benchmarks.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from agentspec.benchmarks.traces import Problem, find_traces
 
@@ -53,6 +54,9 @@ class _Curve(click.ParamType[CostCurve]):
 @click.group()
 def main() -> None:
     """Measure drafting on recorded agent runs, without a GPU and without vLLM."""
+
+
+main.add_command(report)
 
 
 @main.command()
