@@ -466,9 +466,12 @@ def test_a_negative_true_length_is_refused() -> None:
         ({"num_speculative_tokens": 65}, "num_speculative_tokens: expected 1 to 64, got 65"),
         ({"history_bytes": 0}, "history_bytes: expected > 0, got 0"),
         ({"history_bytes": -1}, "history_bytes: expected > 0, got -1"),
+        ({"max_histories": 0}, "max_histories: expected > 0, got 0"),
+        ({"ttl_s": 0.0}, "ttl_s: expected > 0, got 0.0"),
+        ({"ttl_s": float("nan")}, "ttl_s: expected > 0, got nan"),
     ],
 )
-def test_an_option_out_of_range_is_refused(options: dict[str, int], message: str) -> None:
+def test_an_option_out_of_range_is_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Client(**options)
 

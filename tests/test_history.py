@@ -208,6 +208,81 @@ def test_an_age_that_is_none_is_refused(max_age_s: float) -> None:
     assert [6] == client.draft_after(5)
 
 
+def test_a_history_that_outlived_its_ttl_is_dropped_by_a_later_call() -> None:
+    client = Client(ttl_s=0.02)
+    client.write(5, 6, stage="old")
+    time.sleep(0.03)
+    client.open(stage="new")
+
+    assert 0 == client.engine.num_history_tokens()
+
+
+def test_a_history_in_use_outlives_its_ttl() -> None:
+    client = Client(ttl_s=0.02)
+    client.open()
+    client.step(5, 6)
+    client.step(7)
+    time.sleep(0.03)
+    client.step(8)
+    client.step(9)
+    client.close()
+
+    assert 5 == client.engine.num_history_tokens()
+
+
+def test_all_histories_that_outlived_their_ttl_are_dropped_in_the_end() -> None:
+    client = Client(ttl_s=0.02)
+    for stage in range(100):
+        client.write(5, 6, stage=f"{stage}")
+    time.sleep(0.03)
+    client.open(stage="open")
+    for _ in range(100):
+        client.step(5)
+
+    client.engine.check_integrity()
+    assert 99 == client.engine.num_history_tokens()
+
+
+def test_of_too_many_histories_those_used_least_lately_are_dropped() -> None:
+    client = Client(max_histories=3)
+    for stage in range(10):
+        client.write(5, 10 + stage, stage=f"{stage}")
+        client.draft_after(5, stage="0")
+
+    client.engine.check_integrity()
+    drafts = [client.draft_after(5, stage=f"{stage}") for stage in (0, 9, 8, 7)]
+    assert [[10], [19], [18], []] == drafts
+
+
+def test_a_request_goes_without_a_history_when_open_ones_hold_all() -> None:
+    client = Client(max_histories=2)
+    for handle in range(3):
+        client.open(handle, stage=f"{handle}")
+        client.step(5, 6, handle=handle)
+    for handle in range(3):
+        client.close(handle=handle)
+
+    client.engine.check_integrity()
+    assert [[6], [6], []] == [client.draft_after(5, stage=f"{stage}") for stage in range(3)]
+
+
+def test_10000_small_histories_forget_without_a_look_at_all_of_them() -> None:
+    client = Client(history_bytes=1 << 40, max_histories=10_000)
+    for stage in range(10_000):
+        client.write(5, 6, stage=f"{stage}")
+
+    def seconds_to_write(first_stage: int, tag: str) -> float:
+        start = time.thread_time()
+        for stage in range(first_stage, first_stage + 500):
+            client.write(5, 6, stage=f"{tag}{stage}")
+        return time.thread_time() - start
+
+    without = min(seconds_to_write(stage, "") for stage in (0, 500, 1000))
+    forgetting = min(seconds_to_write(stage, "new") for stage in (0, 500, 1000))
+    assert 23_000 == client.engine.num_history_tokens()
+    assert forgetting < 10 * without
+
+
 def test_history_tokens_are_the_output_tokens_that_were_stored() -> None:
     client = Client()
     client.write(5, START, 6, END, 7)

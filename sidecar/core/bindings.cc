@@ -56,11 +56,11 @@ agentspec::Grammar BuildGrammar(const std::vector<Rule>& rules, const Markers& a
 
 void Construct(agentspec::Engine* engine, const nb::bytes& vocabulary, const ArrayIn<int64_t>& offsets,
                const std::vector<Rule>& rules, const Markers& answer_starts, int num_speculative_tokens,
-               size_t history_bytes, bool is_strict, float min_survival, bool has_own, bool has_block_starts,
-               bool has_calibration, bool has_prior) {
+               size_t history_bytes, size_t max_histories, double ttl_s, bool is_strict, float min_survival,
+               bool has_own, bool has_block_starts, bool has_calibration, bool has_prior) {
   agentspec::EngineOptions options;
   options.num_speculative_tokens = num_speculative_tokens;
-  options.history_bytes = history_bytes;
+  options.limits = {history_bytes, max_histories, ttl_s};
   options.is_strict = is_strict;
   options.min_survival = min_survival;
   options.weights.min_survival = std::min(options.weights.min_survival, min_survival);
@@ -160,8 +160,8 @@ NB_MODULE(_core, module) {
   nb::exception<agentspec::ArchiveError>(module, "ArchiveError", PyExc_ValueError);
   nb::class_<Engine>(module, "Engine")
       .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "answer_starts"_a,
-           "num_speculative_tokens"_a, "history_bytes"_a, "is_strict"_a, "min_survival"_a, "has_own"_a,
-           "has_block_starts"_a, "has_calibration"_a, "has_prior"_a)
+           "num_speculative_tokens"_a, "history_bytes"_a, "max_histories"_a, "ttl_s"_a, "is_strict"_a, "min_survival"_a,
+           "has_own"_a, "has_block_starts"_a, "has_calibration"_a, "has_prior"_a)
       .def("open", &Open, "handle"_a, "tokens"_a.noconvert(), "history_namespace"_a, "workflow_id"_a, "stage"_a,
            "grammar_id"_a, "start_block"_a, "is_structured"_a, "forced_tool"_a, "max_draft_tokens"_a, "is_recorded"_a,
            "is_reader"_a, "is_greedy"_a)

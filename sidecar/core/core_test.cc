@@ -155,7 +155,7 @@ class Player {
 EngineOptions Options(uint32_t seed, size_t history_bytes) {
   EngineOptions options;
   options.num_speculative_tokens = seed % 3 == 0 ? 64 : 4;
-  options.history_bytes = history_bytes;
+  options.limits.num_bytes = history_bytes;
   options.is_strict = seed % 2 == 0;
   return options;
 }

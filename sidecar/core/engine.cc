@@ -17,17 +17,8 @@ constexpr auto kLongestCourtesy = std::chrono::milliseconds(1);  // for which lo
 constexpr size_t kMaxStatsRows = 1024;
 constexpr size_t kMaxCalibrations = 1024;          // more namespaces than that: all start anew
 constexpr int64_t kMaxDeadlineUs = 3'600'000'000;  // an hour: far from overflow
-// A generation may fill a quarter of the quota, so that one busy history forgets in portions.
-constexpr size_t kGenerationsPerQuota = 4;
 
 [[noreturn]] void Refuse(const std::string& what) { throw std::invalid_argument(what); }
-
-// Length-prefixed, so that no choice of names makes two keys equal.
-std::string Join(std::initializer_list<std::string_view> parts) {
-  std::string key;
-  for (auto part : parts) key += std::to_string(part.size()) + ":" + std::string(part);
-  return key;
-}
 
 }  // namespace
 
@@ -47,7 +38,8 @@ Engine::Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_off
     : options_(options),
       vocabulary_(std::move(vocabulary_bytes), std::move(vocabulary_offsets)),
       grammars_(std::move(grammar)),
-      drafter_(options.weights, options.is_strict) {
+      drafter_(options.weights, options.is_strict),
+      histories_(options.limits, options.is_strict) {
   if (vocabulary_.size() > kMaxVocabulary)
     Refuse("vocabulary: expected at most " + std::to_string(kMaxVocabulary) + " tokens, got " +
            std::to_string(vocabulary_.size()));
@@ -72,7 +64,8 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   request->IndexPrompt(prompt.last(std::min(prompt.size(), kMaxPromptTokens)));
   lock.lock();
   ++clock_;
-  request->history = options.is_reader ? FindHistory(options.history_namespace, options.stage) : nullptr;
+  histories_.ForgetExpired(clock_, Clock::now());
+  request->history = options.is_reader ? histories_.Find(options.history_namespace, options.stage, clock_) : nullptr;
   request->calibration = FindCalibration(options);
   auto& slot = requests_[handle];
   if (slot && slot->is_discarded && slot->options.history_namespace == options.history_namespace) {
@@ -94,25 +87,8 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   lock.unlock();  // the request before it is taken down without it
 }
 
-std::shared_ptr<History> Engine::FindHistory(const std::string& history_namespace, const std::string& stage) {
-  std::string key = Join({history_namespace, stage});
-  auto history = histories_[key];  // a copy: ForgetOldest may drop the map's own
-  if (!history) {
-    history = histories_[key] = std::make_shared<History>(history_namespace, stage, options_.is_strict);
-    history_bytes_ += history->MemoryBytes();
-  }
-  history->last_used = clock_;
-  history->last_used_at = Clock::now();
-  ForgetOldest();
-  if (history_bytes_ <= options_.history_bytes || history.use_count() > 2) return history;
-  // Open requests hold all that is left, and it is empty: this one goes without a history.
-  history_bytes_ -= history->MemoryBytes();
-  histories_.erase(key);
-  return nullptr;
-}
-
 std::shared_ptr<Calibration> Engine::FindCalibration(const RequestOptions& options) {
-  std::string key = Join({options.history_namespace, options.is_greedy ? "greedy" : "sampled"});
+  std::string key = JoinNames({options.history_namespace, options.is_greedy ? "greedy" : "sampled"});
   if (calibrations_.size() >= kMaxCalibrations && !calibrations_.contains(key)) calibrations_.clear();
   auto& [history_namespace, calibration] = calibrations_[key];
   if (!calibration) {
@@ -126,7 +102,7 @@ BlockStats* Engine::FindStats(const Request& request) {
   if (request.is_discarded) return &discarded_stats_;
   const RequestOptions& options = request.options;
   std::string block = labels_.Path(request.tracker.label());
-  std::string key = Join({options.history_namespace, options.workflow_id, options.stage, block});
+  std::string key = JoinNames({options.history_namespace, options.workflow_id, options.stage, block});
   if (auto found = stats_.find(key); found != stats_.end()) return &found->second;
   if (stats_.size() + 1 >= kMaxStatsRows) return &stats_.try_emplace("", BlockStats{"", "", "", "other"}).first->second;
   BlockStats row{options.history_namespace, options.workflow_id, options.stage, block};
@@ -175,7 +151,8 @@ std::vector<Request*> Engine::FindRows(const StepInput& input) {
 }
 
 StepOutput Engine::Step(const StepInput& input) {
-  auto deadline = Clock::now() + std::chrono::microseconds(std::min(input.deadline_us, kMaxDeadlineUs));
+  auto now = Clock::now();
+  auto deadline = now + std::chrono::microseconds(std::min(input.deadline_us, kMaxDeadlineUs));
   CheckStep(input);
   size_t num_rows = input.handles.size();
   StepOutput output;
@@ -198,7 +175,8 @@ StepOutput Engine::Step(const StepInput& input) {
         output.resync_handles.push_back(input.handles[row]);
     }
   }
-  ForgetOldest();
+  histories_.ForgetOldest();
+  histories_.ForgetExpired(clock_, now);
   if (input.token_budget > 0) DraftRows(input, rows, deadline);
 
   for (size_t row = 0; row < num_rows; ++row) {
@@ -266,41 +244,10 @@ void Engine::Ingest(Request& request, std::span<const Token> tokens, bool is_las
 
 void Engine::Publish(Request& request) {
   if (request.pending.empty() || !request.is_stored()) return;
-  Store(*request.history, request.chain, request.pending, request.source);
+  histories_.Store(*request.history, request.chain, request.pending, request.source);
   request.num_published += static_cast<int64_t>(request.pending.size());
   request.pending.clear();
   request.history->last_used = clock_;
-}
-
-void Engine::Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens, TextSource source) {
-  size_t bytes_before = history.MemoryBytes();
-  while (!tokens.empty()) {
-    auto some = tokens.first(std::min(tokens.size(), kTokensAtOnce));
-    history.Append(chain, some, source);
-    if (history.CurrentBytes() > options_.history_bytes / 2) history.Rotate();  // of a huge text the end stays
-    tokens = tokens.subspan(some.size());
-  }
-  if (history.CurrentBytes() > options_.history_bytes / kGenerationsPerQuota) history.Rotate();
-  history_bytes_ += history.MemoryBytes() - bytes_before;
-}
-
-void Engine::ForgetOldest() {
-  while (history_bytes_ > options_.history_bytes && !histories_.empty()) {
-    auto oldest = histories_.end();
-    for (auto it = histories_.begin(); it != histories_.end(); ++it) {
-      bool can_shrink = !it->second->is_empty() || it->second.use_count() == 1;
-      if (can_shrink && (oldest == histories_.end() || it->second->last_used < oldest->second->last_used)) oldest = it;
-    }
-    if (oldest == histories_.end()) return;  // open requests hold all that is left, and it is empty
-    History& history = *oldest->second;
-    history_bytes_ -= history.MemoryBytes();
-    if (history.is_empty()) {
-      histories_.erase(oldest);
-    } else {
-      history.Rotate();
-      history_bytes_ += history.MemoryBytes();
-    }
-  }
 }
 
 void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline) {
@@ -373,10 +320,13 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
   request.DropAfter(true_length);
   if (reason != FinishReason::kError && !PublishEnd(handle, lock)) return;
   num_recoveries_ += request.tracker.num_recoveries();
-  if (request.history) request.history->last_used_at = Clock::now();
+  if (request.history) {
+    request.history->last_used = clock_;
+    request.history->last_used_at = Clock::now();
+  }
   request.history.reset();
   auto ended = requests_.extract(handle);
-  ForgetOldest();
+  histories_.ForgetOldest();
   lock.unlock();  // the request is taken down without it
 }
 
@@ -401,14 +351,14 @@ bool Engine::PublishEnd(int64_t handle, std::unique_lock<std::mutex>& lock) {
   Request* request = FindClosing(handle);
   for (size_t begin = 0; begin < request->pending.size() && request->is_stored(); begin += kTokensAtOnce) {
     if (begin > 0) {
-      ForgetOldest();
+      histories_.ForgetOldest();
       LetStepsGoFirst(lock);
       if (FindClosing(handle) != request) return false;
       if (!request->is_stored()) break;  // its namespace was deleted
     }
     auto rest = std::span(request->pending).subspan(begin);
     auto some = rest.first(std::min(rest.size(), kTokensAtOnce));
-    Store(*request->history, request->chain, some, request->source);
+    histories_.Store(*request->history, request->chain, some, request->source);
     request->num_published += static_cast<int64_t>(some.size());
     request->history->last_used = clock_;
   }
@@ -435,7 +385,7 @@ void Engine::RemoveGrammar(int id) {
 
 std::vector<Calibration::Count> Engine::CalibrationCounts(const std::string& history_namespace, bool is_greedy) const {
   std::lock_guard lock(mutex_);
-  auto found = calibrations_.find(Join({history_namespace, is_greedy ? "greedy" : "sampled"}));
+  auto found = calibrations_.find(JoinNames({history_namespace, is_greedy ? "greedy" : "sampled"}));
   return (found == calibrations_.end() ? Calibration(false) : *found->second.second).Counts();
 }
 
@@ -455,25 +405,17 @@ std::string Engine::BlockPath(int64_t handle) const {
 
 size_t Engine::DeleteNamespace(const std::string& history_namespace) {
   std::lock_guard lock(mutex_);
-  size_t num_tokens = 0;
   for (auto& [handle, request] : requests_) {
     if (!IsWithinNamespace(request->options.history_namespace, history_namespace)) continue;
     request->is_discarded = true;  // what they still write is not stored either, not even after a resync
     request->history.reset();
     request->stats = &discarded_stats_;
   }
-  std::erase_if(histories_, [&](const auto& entry) {
-    const History& history = *entry.second;
-    if (!IsWithinNamespace(history.history_namespace, history_namespace)) return false;
-    num_tokens += history.num_tokens();
-    history_bytes_ -= history.MemoryBytes();
-    return true;
-  });
   std::erase_if(
       stats_, [&](const auto& entry) { return IsWithinNamespace(entry.second.history_namespace, history_namespace); });
   std::erase_if(calibrations_,
                 [&](const auto& entry) { return IsWithinNamespace(entry.second.first, history_namespace); });
-  return num_tokens;
+  return histories_.Delete(history_namespace);
 }
 
 std::vector<BlockStats> Engine::Stats() const {
@@ -490,24 +432,17 @@ size_t Engine::NumOpenRequests() const {
 
 size_t Engine::MemoryBytes() const {
   std::lock_guard lock(mutex_);
-  return history_bytes_;
+  return histories_.num_bytes();
 }
 
 size_t Engine::NumHistoryTokens() const {
   std::lock_guard lock(mutex_);
-  size_t num_tokens = 0;
-  for (const auto& [key, history] : histories_) num_tokens += history->num_tokens();
-  return num_tokens;
+  return histories_.NumTokens();
 }
 
 void Engine::CheckIntegrity() const {
   std::lock_guard lock(mutex_);
-  size_t num_bytes = 0;
-  for (const auto& [key, history] : histories_) {
-    history->CheckIntegrity();
-    num_bytes += history->MemoryBytes();
-  }
-  if (num_bytes != history_bytes_) throw std::runtime_error("engine: the histories' bytes do not add up");
+  histories_.CheckIntegrity();
   for (const auto& [handle, request] : requests_) request->own.CheckIntegrity();
 }
 

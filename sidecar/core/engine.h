@@ -18,6 +18,7 @@
 #include "drafter.h"
 #include "grammar.h"
 #include "history.h"
+#include "history_table.h"
 #include "request.h"
 #include "types.h"
 
@@ -25,7 +26,7 @@ namespace agentspec {
 
 struct EngineOptions {
   int num_speculative_tokens = 16;
-  size_t history_bytes = size_t{1} << 30;
+  HistoryTable::Limits limits;
   bool is_strict = false;
   float min_survival = 0.1f;  // draft tokens that would survive with less are not verified
   // Parts that a benchmark switches off to learn what each is worth.
@@ -59,7 +60,9 @@ struct StepOutput {
 
 enum class FinishReason { kStop = 0, kLength = 1, kAbort = 2, kError = 3 };
 
-// Thread-safe: every public call holds one lock.
+// Thread-safe: every public call holds the engine's lock, `mutex_`, and long ones let go of it in between. Lock order:
+// the caller releases Python's GIL before it takes `mutex_` and takes no lock of its own within; `mutex_` comes before
+// the lock of BlockPool, which is the last.
 class Engine {
  public:
   Engine(std::string vocabulary_bytes, std::vector<int64_t> vocabulary_offsets, Grammar grammar, EngineOptions options);
@@ -110,7 +113,6 @@ class Engine {
   void LetStepsGoFirst(std::unique_lock<std::mutex>& lock) const;
   void CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const;
   void CheckStep(const StepInput& input) const;
-  std::shared_ptr<History> FindHistory(const std::string& history_namespace, const std::string& stage);
   ArchivedText ReadText(const ContextIndex& index, uint32_t page) const;
   void StoreArchived(History& history, const ArchivedText& archived);
   std::shared_ptr<Calibration> FindCalibration(const RequestOptions& options);
@@ -129,11 +131,8 @@ class Engine {
   bool IngestTail(int64_t handle, std::span<const Token> tail, std::unique_lock<std::mutex>& lock);
   bool PublishEnd(int64_t handle, std::unique_lock<std::mutex>& lock);
   Request* FindClosing(int64_t handle);
-  // Appends to a history within the quota.
-  void Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens, TextSource source);
   void DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline);
   void AddQueries(Request& request, Group& group);
-  void ForgetOldest();
 
   EngineOptions options_;
   Vocabulary vocabulary_;
@@ -143,12 +142,11 @@ class Engine {
   LabelTable labels_;
   Drafter drafter_;
   std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
-  std::unordered_map<std::string, std::shared_ptr<History>> histories_;  // by HistoryKey
+  HistoryTable histories_;
   // By namespace, greedy or sampled; with the namespace.
   std::unordered_map<std::string, std::pair<std::string, std::shared_ptr<Calibration>>> calibrations_;
   std::unordered_map<std::string, BlockStats> stats_;
   BlockStats discarded_stats_;   // of open requests whose namespace was deleted
-  size_t history_bytes_ = 0;     // of all histories
   uint64_t num_recoveries_ = 0;  // of closed requests' block trackers
   uint64_t clock_ = 0;           // counts steps and openings; orders histories by last use
   uint32_t next_writer_ = 0;

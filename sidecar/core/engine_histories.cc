@@ -1,7 +1,5 @@
 // The engine's histories as a whole: saved, loaded, forgotten.
-#include <algorithm>
 #include <stdexcept>
-#include <tuple>
 
 #include "engine.h"
 
@@ -10,12 +8,7 @@ namespace agentspec {
 std::string Engine::Export(const std::string& history_namespace) const {
   ArchiveWriter writer(vocabulary_.fingerprint());
   std::unique_lock lock(mutex_);
-  std::vector<std::shared_ptr<History>> histories;
-  for (const auto& [key, history] : histories_)
-    if (IsWithinNamespace(history->history_namespace, history_namespace)) histories.push_back(history);
-  auto key = [](const auto& history) { return std::tie(history->history_namespace, history->stage); };
-  std::sort(histories.begin(), histories.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); });
-  for (const auto& history : histories) {
+  for (const auto& history : histories_.Within(history_namespace)) {
     auto generations = history->Generations();
     writer.BeginHistory(history->history_namespace, history->stage);
     for (const auto& generation : generations) {
@@ -50,12 +43,12 @@ size_t Engine::Import(std::string_view archive) {
   for (const auto& archived : ReadArchive(archive, vocabulary_.fingerprint(), vocabulary_.size())) {
     for (const auto& text : archived.texts) {
       std::lock_guard lock(mutex_);  // of one text, so that steps go on between two
-      auto history = FindHistory(archived.history_namespace, archived.stage);
+      auto history = histories_.Find(archived.history_namespace, archived.stage, clock_);
       if (!history) continue;
       StoreArchived(*history, text);
       num_tokens += text.tokens.size();
       history.reset();
-      ForgetOldest();
+      histories_.ForgetOldest();
     }
   }
   return num_tokens;
@@ -77,23 +70,13 @@ void Engine::StoreArchived(History& history, const ArchivedText& archived) {
     push(token, label);
   }
   History::Chain chain;
-  Store(history, chain, tokens, {next_writer_++, archived.workflow});
+  histories_.Store(history, chain, tokens, {next_writer_++, archived.workflow});
 }
 
 size_t Engine::ForgetUnused(double max_age_s) {
   if (!(max_age_s >= 0)) throw std::invalid_argument("max_age_s: expected >= 0, got " + std::to_string(max_age_s));
   std::lock_guard lock(mutex_);
-  auto now = Clock::now();
-  size_t num_tokens = 0;
-  std::erase_if(histories_, [&](const auto& entry) {
-    const History& history = *entry.second;
-    std::chrono::duration<double> age = now - history.last_used_at;
-    if (entry.second.use_count() > 1 || age.count() < max_age_s) return false;
-    num_tokens += history.num_tokens();
-    history_bytes_ -= history.MemoryBytes();
-    return true;
-  });
-  return num_tokens;
+  return histories_.ForgetUnused(max_age_s);
 }
 
 }  // namespace agentspec

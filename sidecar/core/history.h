@@ -59,6 +59,8 @@ class History {
 
   const std::string history_namespace;
   const std::string stage;
+  using Place = std::pair<uint64_t, uint64_t>;
+  Place place;             // in the HistoryTable's order of use: last use as far as the table knows it, number
   uint64_t last_used = 0;  // step of the engine in which it was last read or written
   std::chrono::steady_clock::time_point last_used_at;
 

@@ -186,6 +186,7 @@ class AgentSpecScheduler(Scheduler):
             self._grammar,
             num_speculative_tokens=self._max_draft_tokens,
             history_bytes=self._options.history_bytes,
+            ttl_s=self._options.ttl_s,
             is_strict=self._options.isolation == "strict",
         )
         if self._options.metrics_port > 0:

@@ -40,6 +40,8 @@ TokenIds = NDArray[np.int32]
 
 MAX_SPECULATIVE_TOKENS = 64
 MIN_SURVIVAL = 0.1
+MAX_HISTORIES = 1 << 16
+TTL_S = 86_400.0
 GREEDY_TEMPERATURE = 1e-5  # below it vLLM takes the most probable token
 
 
@@ -246,7 +248,9 @@ class Engine:
         vocabulary: the bytes of each token id, in order; special tokens as their text. Markers are found in them.
         grammar: which markers open and close semantic blocks.
         num_speculative_tokens: longest draft of a row, 1 to 64.
-        history_bytes: memory of all histories together, > 0; the oldest text is forgotten first.
+        history_bytes: memory of all histories together, > 0; what was used least lately is forgotten first.
+        max_histories: histories (pairs of namespace and stage) at one time, > 0; with more, requests go without one.
+        ttl_s: seconds, > 0; a history that no request has used for so long is dropped by a later call.
         is_strict: draft only from text of the same block path and never across a block's end (the paper's isolation);
             otherwise the block path is a label that weighs in the vote.
         min_survival: draft tokens that would survive with less are not verified, in [0, 1].
@@ -263,6 +267,8 @@ class Engine:
         *,
         num_speculative_tokens: int = 16,
         history_bytes: int = 1 << 30,
+        max_histories: int = MAX_HISTORIES,
+        ttl_s: float = TTL_S,
         is_strict: bool = False,
         min_survival: float = MIN_SURVIVAL,
         parts: Parts = ALL_PARTS,
@@ -273,6 +279,10 @@ class Engine:
             raise ValueError(f"num_speculative_tokens: expected 1 to 64, got {num_speculative_tokens}")
         if history_bytes <= 0:
             raise ValueError(f"history_bytes: expected > 0, got {history_bytes}")
+        if max_histories <= 0:
+            raise ValueError(f"max_histories: expected > 0, got {max_histories}")
+        if not ttl_s > 0:
+            raise ValueError(f"ttl_s: expected > 0, got {ttl_s}")
         offsets = np.zeros(len(vocabulary) + 1, np.int64)
         np.cumsum([len(token) for token in vocabulary], out=offsets[1:])
         self._core = _core.Engine(
@@ -282,6 +292,8 @@ class Engine:
             list(grammar.answer_starts),
             num_speculative_tokens,
             history_bytes,
+            max_histories,
+            ttl_s,
             is_strict,
             min_survival,
             parts.own,

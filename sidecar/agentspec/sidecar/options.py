@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS
+from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS, TTL_S
 
 ENV_PREFIX = "AGENTSPEC_"
 ADDITIONAL_CONFIG_KEY = "agentspec"
@@ -30,6 +30,7 @@ class Options(BaseModel):
             token budget of a step is this less its decode rows and prefill tokens. 206: H200 in bf16.
         deadline_ms: longest wait of a step for its drafts; default 3 on a GPU, 30 on a CPU, whose steps are longer.
         history_bytes: memory of all histories.
+        ttl_s: a history that no request has used for so many seconds is dropped.
         isolation: `soft` weighs the block path in the vote, `strict` walls blocks off from each other.
         grammars_dir: folder of block grammars, ``<id>.json`` each, that requests may name in their tags.
         metrics_port: Prometheus metrics of the engine, plus the data-parallel rank; 0 switches them off.
@@ -43,6 +44,7 @@ class Options(BaseModel):
     arithmetic_intensity: Annotated[int, Field(ge=1, le=1 << 20)] = 206
     deadline_ms: Annotated[float, Field(gt=0, le=10_000, allow_inf_nan=False)] | None = None
     history_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    ttl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = TTL_S
     isolation: Literal["soft", "strict"] = "soft"
     grammars_dir: Path | None = None
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 9464
