@@ -322,26 +322,6 @@ def test_prompt_in_the_prefix_cache_costs_no_draft_tokens(lab: Lab, monkeypatch:
     assert num_stock > 0  # else vLLM no longer pads, and our switch may go
 
 
-def test_tenants_with_different_salts_share_nothing(lab: Lab) -> None:
-    engine = lab.new_engine()
-    spy = SpyClient(EmbeddedClient(engine))
-    lab.use(spy)
-    llm = lab.llm
-    text = random_prompts(1, 40)[0]
-    for salt in ("red", "blue", "red"):
-        llm.generate({"prompt_token_ids": text, "cache_salt": salt}, greedy(12), use_tqdm=False)
-    llm.generate({"prompt_token_ids": text}, greedy(12), use_tqdm=False)
-    lab.settle()
-    first, other, again, unsalted = spy.namespaces.values()
-
-    assert first == again
-    assert len({first, other, unsalted}) == 3
-    assert unsalted == "default"
-    assert first.startswith("default/salt-")
-    assert "red" not in first
-    assert {row.namespace for row in engine.stats()} == {first, other, unsalted}
-
-
 def failing_clients() -> dict[str, Callable[[Any], Any]]:
     def garbage(change: Callable[[StepRequest, StepDrafts], Any]) -> Callable[[Any], Any]:
         return lambda target: GarbageClient(target, change)

@@ -1,12 +1,15 @@
-"""The scheduler hook driven without a model: long prompts are read in slices, whoever waits for them."""
+"""The scheduler hook driven without a model: what its own methods cost, and long prompts that are read in slices."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.vllm_lab import longest_drafts
 
 from agentspec.sidecar.engine import FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
 from agentspec.sidecar.grammars import CHAT
@@ -137,3 +140,48 @@ def test_request_that_ends_while_its_prompt_is_read_is_forgotten(scheduler: Any)
 
     assert scheduler._client.opened == []
     assert scheduler._prompts == {}
+
+
+class StubClient(CountingClient):
+    """Drafts two tokens for every row, in next to no time."""
+
+    def collect(self, *, deadline_ms: float) -> StepDrafts | None:
+        return longest_drafts(self.steps[-1], token_id=5)
+
+
+def test_hook_costs_a_row_of_a_large_batch_less_than_5_microseconds(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415  # slow
+
+    num_rows, num_steps = 256, 25
+    output = SimpleNamespace(scheduled_new_reqs=[], total_num_scheduled_tokens=1)
+    monkeypatch.setattr(Scheduler, "schedule", lambda self, throttle_prefills=False: output)
+    monkeypatch.setattr(Scheduler, "update_from_output", lambda self, scheduler_output, model_runner_output: {})
+    scheduler._client, scheduler._max_draft_tokens = StubClient(), 2
+    scheduler._options = scheduler._options.model_copy(update={"arithmetic_intensity": 1024})
+    scheduler.structured_output_manager = SimpleNamespace(validate_tokens=lambda request, tokens: tokens)
+    start(scheduler, *(request(i, 30) for i in range(num_rows)))
+    scheduler.requests = {each.request_id: each for each in scheduler.running}
+    sampled = [[5, 6][: 1 + row % 2] for row in range(num_rows)]
+    result = SimpleNamespace(
+        sampled_token_ids=sampled, req_id_to_index={each.request_id: row for row, each in enumerate(scheduler.running)}
+    )
+    costs = []
+    for _ in range(num_steps):
+        drafts = {each.request_id: each.spec_token_ids for each in scheduler.running if each.spec_token_ids}
+        output.scheduled_spec_decode_tokens = drafts
+        output.num_scheduled_tokens = {each.request_id: 1 + len(each.spec_token_ids) for each in scheduler.running}
+        started = time.thread_time()
+        scheduler.schedule()
+        costs.append(time.thread_time() - started)
+        for each, tokens in zip(scheduler.running, sampled, strict=True):
+            each.append_output_token_ids(tokens)
+        started = time.thread_time()
+        scheduler.update_from_output(output, result)
+        scheduler.update_draft_token_ids(None)
+        costs[-1] += time.thread_time() - started
+
+    assert len(drafts) == num_rows
+    assert scheduler._fallbacks.counts() == {}
+    assert statistics.median(costs) / num_rows < 5e-6

@@ -141,7 +141,13 @@ def test_drafting_goes_on_after_a_request_that_keeps_its_batch_plain(lab: Lab, p
 
 NUM_SAMPLES = 2048
 BATCH = 32
-SUPPORT = {"temperature": 1.5, "top_k": 3}
+ALLOWED = [28, 198, 504]  # a comma, a line break, " the"
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
+    "three tokens": {"temperature": 1.4, "allowed_token_ids": ALLOWED},
+    "top_k": {"temperature": 1.5, "top_k": 3},
+    "top_p": {"temperature": 0.8, "top_p": 0.5, "allowed_token_ids": [*ALLOWED, 357, 216]},
+    "penalties": {"temperature": 1.2, "presence_penalty": 0.8, "allowed_token_ids": ALLOWED},
+}
 PROMPT = [504, 357, 28, 216, 198, 504, 28, 198, 357, 504]
 
 
@@ -169,8 +175,12 @@ def p_value(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> f
     return 0.5 * math.erfc(((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(2 * spread))
 
 
-def test_distribution_with_drafts_is_that_of_plain_decoding(lab: Lab, plain_engine: PlainEngine) -> None:
-    plain = sample(plain_engine.llm, SUPPORT)
+@pytest.mark.parametrize(
+    "name", [name if name == "top_k" else pytest.param(name, marks=pytest.mark.slow) for name in DISTRIBUTIONS]
+)
+def test_distribution_with_drafts_is_that_of_plain_decoding(name: str, lab: Lab, plain_engine: PlainEngine) -> None:
+    fields = DISTRIBUTIONS[name]
+    plain = sample(plain_engine.llm, fields)
     texts = [text for text, _ in plain.most_common(4)]
     lengths: list[int] = []
 
@@ -181,8 +191,15 @@ def test_distribution_with_drafts_is_that_of_plain_decoding(lab: Lab, plain_engi
     def draft_another_text() -> None:
         lab.use(OracleClient([texts[len(lengths) % len(texts)]] * BATCH, spoil=count))
 
-    ours = sample(lab.llm, SUPPORT, draft_another_text)
+    ours = sample(lab.llm, fields, draft_another_text)
 
     assert len(plain) >= 6
-    assert p_value(plain, ours) > 1e-3
+    assert p_value(plain, ours) > 1e-4
     assert sum(lengths) >= NUM_SAMPLES / 2
+
+
+@pytest.mark.slow
+def test_chi_square_sees_a_wrong_temperature(plain_engine: PlainEngine) -> None:
+    fields = DISTRIBUTIONS["top_k"]
+
+    assert p_value(sample(plain_engine.llm, fields), sample(plain_engine.llm, {**fields, "temperature": 1.2})) < 1e-4

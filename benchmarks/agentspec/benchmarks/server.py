@@ -43,6 +43,7 @@ class ServerOptions:
         num_speculative_tokens: longest draft of a request, for both drafters.
         max_model_len: tokens of prompt and output together.
         start_deadline_s: longest wait for the server to answer.
+        vllm_flags: further flags of `vllm serve`.
     """
 
     model: str
@@ -51,6 +52,7 @@ class ServerOptions:
     num_speculative_tokens: int
     max_model_len: int = 1024
     start_deadline_s: float = 300.0
+    vllm_flags: tuple[str, ...] = ()
 
 
 class VllmServer:
@@ -108,6 +110,7 @@ class VllmServer:
         flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         flags += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(options.max_model_len)]
         flags += ["--max-num-seqs", str(options.max_num_seqs), "--max-num-batched-tokens", str(options.max_model_len)]
+        flags += options.vllm_flags
         if self.decoding == "plain":
             return [_VLLM, *flags]
         flags += ["--per-request-spec-decode-metrics", "detailed"]
