@@ -55,7 +55,10 @@ IMPORT_RULES = {
             *(
                 "click",
                 "cryptography",
+                "google",
                 "grpc",
+                "grpc_health",
+                "grpc_reflection",
                 "numpy",
                 "opentelemetry",
                 "prometheus_client",

@@ -13,12 +13,14 @@ from typing import Annotated, Any, Protocol
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from agentspec.sidecar.grammars import PRESETS, ROOT_BLOCK, Anchor, BlockRule, Grammar, GrammarError, Markers
-from agentspec.sidecar.options import Options, OptionsError
+from agentspec.sidecar.options import OptionsError
 
 OWN_GRAMMAR = 0
 NO_ROOM = -1
 MAX_INLINE_BYTES = 1024
 MAX_INLINE_GRAMMARS = 64
+MAX_REGISTERED_GRAMMARS = 64  # of a namespace
+MAX_REGISTERED_NAMESPACES = 1024
 MAX_FILE_BYTES = 1 << 16
 
 
@@ -110,7 +112,15 @@ def read_grammars(folder: Path) -> dict[str, Grammar]:
     return {path.stem: _read_grammar(path) for path in sorted(folder.iterdir()) if path.suffix == ".json"}
 
 
-def server_grammars(options: Options) -> dict[str, Grammar]:
+class GrammarsFolder(Protocol):
+    """Options that name a folder of grammars."""
+
+    @property
+    def grammars_dir(self) -> Path | None:
+        """Folder of ``<id>.json`` files; None: no grammars but the presets."""
+
+
+def server_grammars(options: GrammarsFolder) -> dict[str, Grammar]:
     """Read the grammars that the option `grammars_dir` names; none without it.
 
     Raises:
@@ -153,6 +163,36 @@ class GrammarStore:
         self._lock = threading.Lock()
         # By namespace (None: the server's own), then by id; the least recently used first.
         self._numbers: OrderedDict[str | None, OrderedDict[str, int]] = OrderedDict()
+        # By namespace, then by id, with the text's own id; the least recently registered first.
+        self._registered: OrderedDict[str, OrderedDict[str, tuple[str, Grammar]]] = OrderedDict()
+
+    def register(self, namespace: str, grammar_id: str, source: str) -> None:
+        """Make a grammar known to one namespace by an id; another one of that id is replaced.
+
+        It hides the server's own of the same id. A namespace holds `MAX_REGISTERED_GRAMMARS`; the oldest is forgotten.
+
+        Args:
+            namespace: whose requests may name it.
+            grammar_id: as the tag `grammar` names it.
+            source: the JSON form.
+
+        Raises:
+            GrammarError: no grammar; names field and value.
+        """
+        try:
+            grammar = parse_grammar(json.loads(source))
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"grammar: {error}") from None
+        text_id = hashlib.sha256(source.encode()).hexdigest()[:16]
+        with self._lock:
+            registered = self._registered.setdefault(namespace, OrderedDict())
+            registered[grammar_id] = (text_id, grammar)
+            registered.move_to_end(grammar_id)
+            self._registered.move_to_end(namespace)
+            if len(registered) > MAX_REGISTERED_GRAMMARS:
+                registered.popitem(last=False)
+            if len(self._registered) > MAX_REGISTERED_NAMESPACES:
+                self._registered.popitem(last=False)
 
     def find(self, namespace: str, grammar: Mapping[str, Any] | str) -> int:
         """Number of a grammar for `open`; `OWN_GRAMMAR` if the tag is empty.
@@ -167,6 +207,11 @@ class GrammarStore:
         if not grammar:
             return OWN_GRAMMAR
         if isinstance(grammar, str):
+            with self._lock:
+                registered = self._registered.get(namespace)
+                if registered is not None and grammar in registered:
+                    text_id, own = registered[grammar]
+                    return self._find(namespace, text_id) or self._add(namespace, text_id, own)
             if grammar not in self._by_id:
                 raise GrammarError(f"grammar: unknown id {grammar[:80]!r}")
             with self._lock:

@@ -13,6 +13,7 @@ from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS, TTL_S
 
 ENV_PREFIX = "AGENTSPEC_"
 ADDITIONAL_CONFIG_KEY = "agentspec"
+NAMESPACE_PATTERN = r"^[\w.\-]+$"
 
 
 class OptionsError(ValueError):
@@ -38,7 +39,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    namespace: Annotated[str, Field(max_length=256, pattern=r"^[\w.\-]+$")] = "default"
+    namespace: Annotated[str, Field(max_length=256, pattern=NAMESPACE_PATTERN)] = "default"
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 16
     policy: Literal["redundancy", "off"] = "redundancy"
     arithmetic_intensity: Annotated[int, Field(ge=1, le=1 << 20)] = 206

@@ -83,7 +83,7 @@ class DraftServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterTokenizer(self, request_iterator, context):
-        """Idempotent: the same vocabulary has the same fingerprint. The vocabulary comes in parts, in order.
+        """Idempotent: a known fingerprint keeps its histories; with another vocabulary it is refused. Parts come in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

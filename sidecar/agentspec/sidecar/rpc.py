@@ -1,0 +1,150 @@
+"""The services of a contract as gRPC handlers: one place for parsing, callers and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import structlog
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from agentspec.sidecar.callers import CallContext, Caller, Callers
+from agentspec.sidecar.refusal import RefusalError, invalid
+
+log = structlog.get_logger()
+
+_Message = TypeVar("_Message", bound=Message)
+_Value = TypeVar("_Value")
+
+
+class Context(CallContext, Protocol):
+    """What a handler uses of gRPC's context of a call. Messages are bytes, so that a bad one can be answered."""
+
+    async def read(self) -> Any:
+        """The next message, or `grpc.aio.EOF`."""
+        ...
+
+    async def write(self, message: bytes) -> None:
+        """Send a message; returns when the transport took it."""
+        ...
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        """End the call with a status."""
+        ...
+
+
+Handler = Callable[[Any, Caller], Awaitable[Message]]
+StreamHandler = Callable[[Context, Caller], Awaitable[Message | None]]
+
+
+def parse(message_class: type[_Message], raw: bytes) -> _Message:
+    """Read a message.
+
+    Raises:
+        RefusalError: the bytes are none.
+    """
+    try:
+        return message_class.FromString(raw)
+    except DecodeError:
+        raise invalid("", f"{len(raw)} bytes are no {message_class.__name__}") from None
+
+
+class Calls:
+    """Turns methods into gRPC handlers and counts what was refused.
+
+    Args:
+        callers: knows who calls.
+    """
+
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._is_draining = False
+        self.num_refused: dict[str, int] = {}
+        """By name of the gRPC code."""
+
+    def note_refusal(self, code: grpc.StatusCode) -> None:
+        """Count a refusal."""
+        self.num_refused[code.name] = self.num_refused.get(code.name, 0) + 1
+
+    def service(
+        self, descriptor: ServiceDescriptor, unary: Mapping[str, Handler], streams: Mapping[str, StreamHandler]
+    ) -> grpc.GenericRpcHandler:
+        """Handlers of a service.
+
+        Args:
+            descriptor: of the contract.
+            unary: methods of one message and one answer, by name.
+            streams: those that read or write many; what they return is their last answer.
+        """
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        for method in descriptor.methods:
+            if method.name in unary:
+                request_class = GetMessageClass(method.input_type)
+                handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                    functools.partial(self._answer, unary[method.name], request_class)
+                )
+            elif method.name in streams:
+                handlers[method.name] = _stream_handler(method, functools.partial(self._follow, streams[method.name]))
+        return grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
+
+    async def drain(self, timeout_s: float) -> None:
+        """End all streams with UNAVAILABLE, each when the message at hand is answered.
+
+        Args:
+            timeout_s: longest wait for them.
+        """
+        self._is_draining = True
+        streams = [*self._streams]
+        for task in streams:
+            task.cancel()
+        if streams:
+            await asyncio.wait(streams, timeout=timeout_s)
+
+    async def _answer(self, handler: Handler, request_class: type[Message], raw: bytes, context: Context) -> bytes:
+        async def call() -> bytes:
+            return (await handler(parse(request_class, raw), self._callers.of(context))).SerializeToString()
+
+        return await self._guard(call(), context)
+
+    async def _follow(self, handler: StreamHandler, _: Any, context: Context) -> bytes | None:
+        async def call() -> bytes | None:
+            answer = await handler(context, self._callers.of(context))
+            return None if answer is None else answer.SerializeToString()
+
+        task = asyncio.current_task()
+        if task is not None:
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
+        return await self._guard(call(), context)
+
+    async def _guard(self, call: Awaitable[_Value], context: Context) -> _Value:
+        try:
+            return await call
+        except RefusalError as error:
+            self.note_refusal(error.code)
+            await context.abort(error.code, str(error))
+        except asyncio.CancelledError:
+            if not self._is_draining:
+                raise
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining; try again")
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # the boundary: gRPC would answer UNKNOWN, with the text of the error
+            self.note_refusal(grpc.StatusCode.INTERNAL)
+            log.exception("call_failed", error=type(error).__name__)
+            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: a bug of the server, see its log")
+        raise AssertionError("abort raises")
+
+
+def _stream_handler(method: Any, behaviour: Callable[..., Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    if not method.server_streaming:
+        return grpc.stream_unary_rpc_method_handler(behaviour)
+    if not method.client_streaming:
+        return grpc.unary_stream_rpc_method_handler(behaviour)
+    return grpc.stream_stream_rpc_method_handler(behaviour)
