@@ -35,7 +35,7 @@ SHELLS = {
 }
 SHELL_METHODS = {
     *("calls.TaggedCall.failing", "calls.TaggedCall.finish", "calls.TaggedCall.fail"),
-    *("inject._OpenCall.answered", "inject._OpenCall.sending"),
+    *("inject.OpenCall.answered", "inject.OpenCall.sending"),
     *("inject._followed", "inject._followed_async", "inject._closing", "inject._note"),
     *("http_clients._opened", "http_clients._answered", "threads._carried"),
     *("settings.PromptVersions.__init__", "feedback.Feedback.__init__", "scope.add_tool_call"),

@@ -17,6 +17,7 @@ from agentspec.benchmarks.engine_bench import STORED_RESULT, EngineBench, Engine
 from agentspec.benchmarks.experiment import MIX, Experiment, OnProgress, Plan
 from agentspec.benchmarks.methods import DEFAULT_METHODS, METHODS
 from agentspec.benchmarks.methods.arctic import MissingPeerError
+from agentspec.benchmarks.middleware_bench import NUM_ROUNDS, MiddlewareBench
 from agentspec.benchmarks.models import cache_folder
 from agentspec.benchmarks.prior import format_prior, learn_prior
 from agentspec.benchmarks.replay import NUM_SPECULATIVE_TOKENS, cut_runs
@@ -24,6 +25,7 @@ from agentspec.benchmarks.report import (
     CELL_COLUMNS,
     ENGINE_COLUMNS,
     EQUAL_REJECTION_COLUMNS,
+    MIDDLEWARE_COLUMNS,
     output_console,
     print_table,
     write_json,
@@ -180,6 +182,22 @@ def engine(history_tokens: int, batch_size: tuple[int, ...], tokenizer: Path | N
     print_table(output_console(), "engine, thread CPU time on this machine", ENGINE_COLUMNS, cells)
     if json_path:
         write_json(json_path, {"command": "engine", **bench.meta()}, cells=cells)
+
+
+@main.command()
+@click.option("--rounds", type=click.IntRange(2), default=NUM_ROUNDS, show_default=True, help="Turns; medians count.")
+@click.option("--json", "json_path", type=_OUTPUT, help="Write the figures.")
+def middleware(rounds: int, json_path: Path | None) -> None:
+    """CPU time and bytes that tagging adds to an LLM call of a LangGraph program, in turns with the plain program.
+
+    The ratios are to encoding the request body of 20 tools and 40 messages as JSON, which a busy machine slows down
+    alike: compare machines by them.
+    """
+    bench = MiddlewareBench(rounds)
+    cells = bench.run()
+    print_table(output_console(), "middleware, CPU time of a call on this machine", MIDDLEWARE_COLUMNS, cells)
+    if json_path:
+        write_json(json_path, {"command": "middleware", **bench.meta()}, cells=cells)
 
 
 @main.command()

@@ -54,6 +54,17 @@ ENGINE_COLUMNS: Columns = (
     ("peer's", "peer_value", ".3f"),
     ("ratio", "ratio", ".2f"),
 )
+MIDDLEWARE_COLUMNS: Columns = (
+    ("tools", "num_tools", "d"),
+    ("messages", "num_messages", "d"),
+    ("injection µs", "inject_us", ".1f"),
+    ("all added µs", "added_us", ".1f"),
+    ("plain call µs", "plain_us", ".0f"),
+    ("reference µs", "reference_us", ".1f"),
+    ("injection ratio", "inject_ratio", ".2f"),
+    ("added ratio", "added_ratio", ".2f"),
+    ("tag bytes", "tag_bytes", "d"),
+)
 
 
 def output_console() -> Console:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MAX_ROWS = 512
@@ -67,72 +67,62 @@ class StageStats:
         """Tokens of a verification step that had a draft, >= 1; `None` without such a step."""
         return 1 + self.accepted_tokens / self.num_draft_steps if self.num_draft_steps else None
 
+    def with_call(self, outcome: CallOutcome) -> StageStats:
+        """The sums with one LLM call more."""
+        is_measured = outcome.draft_tokens is not None
+        return replace(
+            self,
+            num_calls=self.num_calls + 1,
+            num_failed=self.num_failed + outcome.is_failed,
+            num_measured=self.num_measured + is_measured,
+            prompt_tokens=self.prompt_tokens + (outcome.prompt_tokens or 0),
+            output_tokens=self.output_tokens + (outcome.output_tokens or 0),
+            draft_tokens=self.draft_tokens + (outcome.draft_tokens or 0),
+            accepted_tokens=self.accepted_tokens + (outcome.accepted_tokens or 0),
+            num_draft_steps=self.num_draft_steps + (outcome.num_draft_steps or 0),
+            duration_s=self.duration_s + outcome.duration_s,
+        )
+
+    def with_tool_call(self, duration_s: float) -> StageStats:
+        """The sums with one tool call more."""
+        return replace(self, num_tool_calls=self.num_tool_calls + 1, tool_s=self.tool_s + duration_s)
+
     @property
     def mean_latency_s(self) -> float | None:
         """Of one LLM call, to the end of its answer; `None` without a call."""
         return self.duration_s / self.num_calls if self.num_calls else None
 
 
-@dataclass(slots=True)
-class _Row:
-    """The sums that `StageStats` shows, while they grow."""
-
-    num_calls: int = 0
-    num_failed: int = 0
-    num_measured: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    num_draft_steps: int = 0
-    duration_s: float = 0.0
-    num_tool_calls: int = 0
-    tool_s: float = 0.0
-
-
 class Feedback:
     """Sums by workflow and stage; thread-safe, at most `MAX_ROWS` rows."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, str], _Row] = {}
+        self._rows: dict[tuple[str, str], StageStats] = {}
         self._lock = threading.Lock()
 
     def add_call(self, workflow_id: str, stage: str, outcome: CallOutcome) -> None:
         """Count one LLM call."""
         with self._lock:
-            row = self._row(workflow_id, stage)
-            row.num_calls += 1
-            row.num_failed += outcome.is_failed
-            row.duration_s += outcome.duration_s
-            row.prompt_tokens += outcome.prompt_tokens or 0
-            row.output_tokens += outcome.output_tokens or 0
-            if outcome.draft_tokens is not None:
-                row.num_measured += 1
-                row.draft_tokens += outcome.draft_tokens
-                row.accepted_tokens += outcome.accepted_tokens or 0
-                row.num_draft_steps += outcome.num_draft_steps or 0
+            self._keep(self._row(workflow_id, stage).with_call(outcome))
 
     def add_tool_call(self, workflow_id: str, stage: str, duration_s: float) -> None:
         """Count one tool call."""
         with self._lock:
-            row = self._row(workflow_id, stage)
-            row.num_tool_calls += 1
-            row.tool_s += duration_s
+            self._keep(self._row(workflow_id, stage).with_tool_call(duration_s))
 
     def stats(self) -> tuple[StageStats, ...]:
         """The sums so far, by workflow and stage in order of their names."""
         with self._lock:
-            return tuple(
-                StageStats(*names, **{name: getattr(row, name) for name in _Row.__slots__})
-                for names, row in sorted(self._rows.items())
-            )
+            return tuple(row for _, row in sorted(self._rows.items()))
 
-    def _row(self, workflow_id: str, stage: str) -> _Row:
+    def _row(self, workflow_id: str, stage: str) -> StageStats:
         row = self._rows.get((workflow_id, stage))
-        if row is None:
-            names = (workflow_id, stage) if len(self._rows) < MAX_ROWS - 1 else (OTHER_STAGES, OTHER_STAGES)
-            row = self._rows.setdefault(names, _Row())
-        return row
+        if row is None and len(self._rows) >= MAX_ROWS - 1:
+            row = self._rows.get((OTHER_STAGES, OTHER_STAGES), StageStats(OTHER_STAGES, OTHER_STAGES))
+        return row or StageStats(workflow_id, stage)
+
+    def _keep(self, row: StageStats) -> None:
+        self._rows[row.workflow_id, row.stage] = row
 
 
 def read_outcome(answer: object, duration_s: float) -> CallOutcome:

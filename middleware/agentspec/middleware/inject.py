@@ -29,14 +29,19 @@ def is_in_openai_request() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenCall:
-    """A request that carries tags and is on its way."""
+class OpenCall:
+    """A request that carries tags and is on its way.
+
+    Attributes:
+        options: to send instead of the user's.
+    """
 
     options: Any
     call: TaggedCall
     is_stream: bool
 
     def sending(self) -> AbstractContextManager[None]:
+        """Keep the layers below from tagging again while the block runs."""
         return bound(_in_openai_request, True)
 
     def answered(self, response: Any) -> Any:
@@ -164,11 +169,11 @@ class _Instrumentation:
             setattr(owner, "request", self._patches[owner])  # noqa: B010 - as above
         return True
 
-    def _opened(self, client: Any, options: Any, *, is_stream: bool) -> _OpenCall | None:
+    def _opened(self, client: Any, options: Any, *, is_stream: bool) -> OpenCall | None:
         opened = None
         if self.is_active:
             with fail_open:
-                opened = _open_call(client, options, is_stream=is_stream)
+                opened = open_call(client, options, is_stream=is_stream)
         return opened
 
     def _sync_patch(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,8 +201,17 @@ class _Instrumentation:
         return request
 
 
-def _open_call(client: Any, options: Any, *, is_stream: bool) -> _OpenCall | None:
-    """Tag a copy of the request options; None if this request gets no tags."""
+def open_call(client: Any, options: Any, *, is_stream: bool) -> OpenCall | None:
+    """Tag a copy of a request's options.
+
+    Args:
+        client: of the openai package.
+        options: its `FinalRequestOptions`; not changed.
+        is_stream: whether the answer is to be a stream.
+
+    Returns:
+        None if this request gets no tags.
+    """
     body = options.json_data
     if not isinstance(body, dict) or not is_llm_request(options.url):
         return None
@@ -209,7 +223,7 @@ def _open_call(client: Any, options: Any, *, is_stream: bool) -> _OpenCall | Non
     update: dict[str, Any] = {"extra_json": {**extra, XARGS_KEY: call.xargs}}
     if call.headers:
         update["headers"] = {**call.headers, **(options.headers or {})}  # the user's own win
-    return _OpenCall(options.model_copy(update=update), call, is_stream)
+    return OpenCall(options.model_copy(update=update), call, is_stream)
 
 
 def hook_points() -> tuple[type, type] | None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -68,6 +70,7 @@ class PayloadTags:
 
 _CALLER_FIELDS = tuple(field.name for field in fields(CallerTags))
 _PAYLOAD_FIELDS = tuple(field.name for field in fields(PayloadTags))
+_CALLER_VALUES, _PAYLOAD_VALUES = attrgetter(*_CALLER_FIELDS), attrgetter(*_PAYLOAD_FIELDS)
 TAG_FIELDS = tuple(dict.fromkeys(("v", *_CALLER_FIELDS, *_PAYLOAD_FIELDS)))
 
 # What goes first when the tags are too long: what no history key needs.
@@ -109,10 +112,9 @@ def merge_xargs(xargs: Mapping[str, Any], caller: CallerTags, payload: PayloadTa
         A new dict with every entry of `xargs`. Equal to it if the JSON set by hand is not a JSON object that
         leaves room: then it is the server that has to answer it.
     """
-    ours = dict(_bounded(caller, payload))
+    ours = _bounded(caller, payload)
     if not xargs:
-        values = dict(ours)
-        return MergedTags({TAGS_KEY: _encode(ours, {})}, values)
+        return MergedTags({TAGS_KEY: _encode(ours, {})}, ours)
     flat = {key[len(FLAT_PREFIX) :]: value for key, value in xargs.items() if key.startswith(FLAT_PREFIX)}
     kept = _hand_set(xargs.get(TAGS_KEY))
     values = {**ours, **flat, **(kept or {})}
@@ -133,10 +135,13 @@ def _hand_set(text: object) -> dict[str, Any] | None:
     return kept if isinstance(kept, dict) else None
 
 
-def _encode(ours: dict[str, TagValue], kept: dict[str, Any]) -> str:
-    text = _ENCODER.encode({**ours, **kept})
-    if len(text) <= AIM_TAGS_BYTES:
-        return text
+def _encode(ours: Mapping[str, TagValue], kept: Mapping[str, Any]) -> str:
+    text = _ENCODER.encode({**ours, **kept} if kept else ours)
+    return text if len(text) <= AIM_TAGS_BYTES else _encode_shorter(dict(ours), kept, text)
+
+
+def _encode_shorter(ours: dict[str, TagValue], kept: Mapping[str, Any], text: str) -> str:
+    """`text` without what has to go; an inline grammar comes on top of the size that is aimed at."""
     fixed = {**kept, "grammar": ours["grammar"]} if "grammar" in ours else kept
     aim = AIM_TAGS_BYTES + (len(_ENCODER.encode(fixed)) if fixed else 0)
     while len(text) > aim and (tools := ours.get("tools")) and isinstance(tools, list):
@@ -150,27 +155,33 @@ def _encode(ours: dict[str, TagValue], kept: dict[str, Any]) -> str:
     return text
 
 
-def _bounded(caller: CallerTags, payload: PayloadTags) -> Iterator[tuple[str, TagValue]]:
-    """Name and value of each tag within its bounds; the caller's come last, and so win in a dict."""
-    yield "v", SCHEMA_VERSION
-    for tags, names in ((payload, _PAYLOAD_FIELDS), (caller, _CALLER_FIELDS)):
-        for name in names:
-            value = getattr(tags, name)
-            if value is None:
-                continue
-            if isinstance(value, str):
-                if value:
-                    yield name, fit_name(value)
-            elif isinstance(value, tuple):
-                yield name, _fit_names(value)
-            elif isinstance(value, dict) or 0 <= value <= MAX_COUNT:
-                yield name, value
+def _bounded(caller: CallerTags, payload: PayloadTags) -> dict[str, TagValue]:
+    """Each tag within its bounds, by name; the caller's win."""
+    values: dict[str, TagValue] = {"v": SCHEMA_VERSION}
+    given = chain(
+        zip(_PAYLOAD_FIELDS, _PAYLOAD_VALUES(payload), strict=True),
+        zip(_CALLER_FIELDS, _CALLER_VALUES(caller), strict=True),
+    )
+    for name, value in given:
+        if value is None:
+            continue
+        if isinstance(value, str):
+            if value:
+                is_short = len(value) <= MAX_NAME_BYTES and value.isascii()
+                values[name] = value if is_short else _cut_name(value)
+        elif isinstance(value, tuple):
+            values[name] = _fit_names(value)
+        elif isinstance(value, dict) or 0 <= value <= MAX_COUNT:
+            values[name] = value
+    return values
 
 
 def fit_name(name: str) -> str:
     """Cut a name to at most 256 bytes of UTF-8; the cut end becomes a hash, so that long names stay distinct."""
-    if len(name) <= MAX_NAME_BYTES and name.isascii():
-        return name
+    return name if len(name) <= MAX_NAME_BYTES and name.isascii() else _cut_name(name)
+
+
+def _cut_name(name: str) -> str:
     encoded = name.encode(errors="replace")
     if len(encoded) > MAX_NAME_BYTES:
         mark = "~" + _digest(encoded, 6)
@@ -226,7 +237,7 @@ def _digest(text: bytes, num_bytes: int) -> str:
 
 
 def _snapshot(value: Any) -> bytes:
-    """Bytes equal for equal values: the key under which a canonical hash, 20 times dearer, is kept."""
+    """Bytes that say the value: the key under which a canonical hash, 20 times dearer, is kept."""
     try:
         return marshal.dumps(value)
     except ValueError:  # a subclass of dict, a model
@@ -336,9 +347,10 @@ def _num_chars(messages: object) -> int | None:
     for message in messages:
         if isinstance(message, dict):
             content = message.get("content")
-            num_chars += len(content) if type(content) is str else sum(map(len, _texts(content)))
-            for call in message.get("tool_calls") or ():
-                num_chars += len(_function(call).get("arguments") or "")
+            num_chars += len(content) if isinstance(content, str) else sum(map(len, _texts(content)))
+            if "tool_calls" in message:
+                calls = map(_function, message["tool_calls"] or ())
+                num_chars += sum(len(function.get("arguments") or "") for function in calls)
         elif isinstance(message, str):
             num_chars += len(message)
     return num_chars
