@@ -31,7 +31,7 @@ def test_flags_name_scheduler_proposer_and_options() -> None:
         "model": PROPOSER_CLS,
         "num_speculative_tokens": 16,
     }
-    assert value_of(words, "--additional-config")["agentspec"]["policy"] == "redundancy"
+    assert value_of(words, "--additional-config")["agentspec"]["policy"] == "goodput"
 
 
 def test_flags_of_the_user_are_kept_in_order() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 
-from agentspec.serving_patch.cost_model import StepTimer
-from agentspec.sidecar.engine import StepTiming
+import pytest
+from tests.reference import step_request
+
+from agentspec.serving_patch.cost_model import CostModelFile, StepTimer, find_intensity, measure_cpu_intensity
+from agentspec.sidecar.budget import BudgetOptions
+from agentspec.sidecar.engine import Engine, StepTiming
+from agentspec.sidecar.grammars import CHAT
 
 
 @dataclass
@@ -67,3 +74,84 @@ def test_step_whose_start_was_missed_is_not_measured() -> None:
     steps.finish({"a": 1}, {}, {})
 
     assert steps.finish({"a": 1}, {}, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "intensity"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 153),
+        ("NVIDIA H100 80GB HBM3", 295),
+        ("NVIDIA H200", 206),
+        ("NVIDIA L4", 403),
+        ("NVIDIA L40S", 419),
+        ("AMD Instinct MI300X OAM", 247),
+    ],
+)
+def test_intensity_of_an_accelerator_is_that_of_its_data_sheet(name: str, intensity: int) -> None:
+    found = find_intensity(name)
+
+    assert found is not None
+    assert intensity == round(found)
+
+
+def test_unknown_accelerator_has_none() -> None:
+    assert find_intensity("NVIDIA H2000 Super") is None
+
+
+def test_intensity_of_this_machine_is_measured() -> None:
+    assert 1 <= measure_cpu_intensity() < 10_000
+
+
+def new_engine() -> Engine:
+    return Engine([b"a"], CHAT, budget=BudgetOptions("goodput"))
+
+
+def taught() -> Engine:
+    engine = new_engine()
+    engine.step(replace(step_request([]), timing=StepTiming(40.0, 4)))
+    return engine
+
+
+def test_cost_model_is_kept_from_one_start_to_the_next(tmp_path: Path) -> None:
+    file = CostModelFile(tmp_path / "cost", "h200 | model")
+    file.save(taught())
+    engine = new_engine()
+
+    assert file.load(engine)
+    assert engine.predict_step_ms(StepTiming(0.0, 4)) == pytest.approx(40.0, rel=0.01)
+    assert ["cost"] == [path.name for path in tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda kept: kept[:-3], lambda kept: b"junk", lambda kept: kept[:-9] + b"123456789"]
+)
+def test_damaged_cost_model_is_ignored_with_one_warning(
+    damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "cost"
+    file = CostModelFile(path, "h200")
+    file.save(taught())
+    path.write_bytes(damage(path.read_bytes()))
+
+    assert not file.load(new_engine())
+    assert ["WARNING"] == [record.levelname for record in caplog.records]
+
+
+def test_cost_model_of_another_machine_is_ignored_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    CostModelFile(tmp_path / "cost", "h100").save(taught())
+
+    assert not CostModelFile(tmp_path / "cost", "h200").load(new_engine())
+    assert ["WARNING"] == [record.levelname for record in caplog.records]
+
+
+def test_missing_file_is_no_matter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not CostModelFile(tmp_path / "cost", "h200").load(new_engine())
+    assert [] == caplog.records
+
+
+def test_engine_that_has_measured_nothing_keeps_nothing(tmp_path: Path) -> None:
+    CostModelFile(tmp_path / "cost", "h200").save(new_engine())
+
+    assert [] == list(tmp_path.iterdir())

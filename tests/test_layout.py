@@ -38,7 +38,7 @@ class ImportRule:
 VLLM_FILES = ("hook_v1.py", "hook_v2.py", "compat.py")
 # One row for each root; `benchmarks` may import everything.
 # What the hook takes of the sidecar's package: the engine and its words, no server.
-SIDECAR_PARTS = ("engine", "grammar_store", "grammars", "options", "store", "tags", "telemetry")
+SIDECAR_PARTS = ("budget", "engine", "grammar_store", "grammars", "options", "store", "tags", "telemetry")
 IMPORT_RULES = {
     "proto": ImportRule("agentspec.draft", third_party=("google", "grpc")),
     "middleware": ImportRule(
@@ -93,7 +93,8 @@ CORE_ORDER = (
         "history",
         "history_table",
     ),
-    *("calibration", "drafter", "budget", "request", "engine", "engine_histories", "bindings"),
+    *("calibration", "drafter", "cost_model", "budget", "budget_planner", "request"),
+    *("engine", "engine_budget", "engine_histories", "bindings"),
     *("core_test", "index_test"),
 )
 

@@ -15,7 +15,7 @@ def test_defaults_are_those_of_the_table() -> None:
     options = read_options({}, {})
 
     assert options == Options()
-    assert (options.namespace, options.num_speculative_tokens, options.policy) == ("default", 16, "redundancy")
+    assert (options.namespace, options.num_speculative_tokens, options.policy) == ("default", 16, "goodput")
     assert (options.deadline_ms, options.history_bytes, options.metrics_port) == (None, 1 << 30, 9464)
 
 
@@ -67,6 +67,7 @@ def test_environment_is_the_default_source(monkeypatch: pytest.MonkeyPatch) -> N
         ("metrics_port", [0, 65535]),
         ("namespace", ["a", "team-a.prod_1", "x" * 256]),
         ("isolation", ["soft", "strict"]),
+        ("policy", ["goodput", "redundancy", "uniform", "fixed", "off", "shadow"]),
     ],
 )
 def test_bounds_are_taken(name: str, good: list[Any]) -> None:
@@ -81,6 +82,8 @@ def test_bounds_are_taken(name: str, good: list[Any]) -> None:
         ("num_speculative_tokens", 65),
         ("num_speculative_tokens", "many"),
         ("arithmetic_intensity", 0),
+        ("arithmetic_intensity", float("nan")),
+        ("arithmetic_intensity", -3),
         ("deadline_ms", 0),
         ("deadline_ms", float("nan")),
         ("deadline_ms", float("inf")),
@@ -92,7 +95,7 @@ def test_bounds_are_taken(name: str, good: list[Any]) -> None:
         ("namespace", ""),
         ("namespace", "a/b"),
         ("namespace", "x" * 257),
-        ("policy", "goodput"),
+        ("policy", "fastest"),
         ("isolation", "hard"),
         ("colour", "red"),
     ],

@@ -23,7 +23,7 @@ from agentspec.benchmarks.figures import breakdown, flatten, summarise, tokens_a
 from agentspec.benchmarks.methods import METHODS
 from agentspec.benchmarks.methods.interface import Drafts, Setting
 from agentspec.benchmarks.replay import Piece, Queue, Replay, StepLog, cut_runs
-from agentspec.sidecar.engine import StepRequest, TokenIds
+from agentspec.sidecar.engine import StepRequest, StepTiming, TokenIds
 
 FLAT = CostCurve("flat", ((1, 10.0),))
 
@@ -138,19 +138,28 @@ def test_method_without_survival_is_not_cut() -> None:
     assert ([5], []) == (flat(log.num_draft_tokens), log.survival)
 
 
-def test_token_budget_is_what_the_curve_leaves_beside_the_rows() -> None:
-    settings: list[tuple[int, dict[str, Any]]] = [
-        (200, {"curve": CURVES["h200"]}),
-        (1, {"curve": CURVES["h200"]}),
-        (1, {}),
-    ]
-    budgets = []
-    for batch_size, options in settings:
-        method = Scripted(length=0)
-        play(method, pieces_of(*[[1]] * batch_size), batch_size, num_speculative_tokens=8, **options)
-        budgets.append(method.requests[0].token_budget)
+def test_method_is_told_how_long_each_step_took_by_the_curve() -> None:
+    method = Scripted(length=2)
+    play(method, pieces_of(range(9), range(9)), 2, curve=CURVES["cpu-steep"])
+    first, second = method.requests[:2]
 
-    assert [6, 8, 8] == budgets
+    assert first.timing is None
+    assert second.timing == StepTiming(113.0, num_decode_rows=2, num_draft_tokens=4, num_draft_rows=2)
+
+
+def test_method_is_told_no_times_without_a_curve() -> None:
+    method = Scripted(length=0)
+    play(method, pieces_of(range(5)))
+
+    assert {None} == {request.timing for request in method.requests}
+
+
+def test_worst_window_is_that_of_the_25_steps_that_brought_least() -> None:
+    log = play(Scripted(length=3, wrong=range(100, 130)), pieces_of(range(130)))
+    figures = summarise(log, flatten(log, {}), CURVES["cpu-steep"], 0.0)
+
+    assert figures["worst_window_speedup"] == pytest.approx(1.0)
+    assert figures["modelled_speedup"] == pytest.approx(130 / 55)
 
 
 # --- lanes ---

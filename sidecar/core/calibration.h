@@ -58,6 +58,13 @@ class Calibration {
     return (count.accepted + kSurvivalPrior * prior) / (count.total + kSurvivalPrior);
   }
 
+  // How far its corrections can be relied on, in [0, 1): little while few drafts have been compared.
+  float Maturity() const {
+    float num_drafts = num_drafts_ + (has_prior_ ? 3 * kColdDrafts : 0);
+    return num_drafts / (num_drafts + kColdDrafts);
+  }
+
+  void RecordDraft() { num_drafts_ += 1; }
   void RecordToken(Cell cell, bool is_accepted) { tokens_[cell].Add(is_accepted); }
   void RecordSurvival(float predicted, int depth, bool is_accepted) {
     survival_[SurvivalCell(predicted, depth)].Add(is_accepted);
@@ -66,6 +73,7 @@ class Calibration {
  private:
   static constexpr float kTokenPrior = 6;      // observations that the raw vote counts for
   static constexpr float kSurvivalPrior = 20;  // the same for the predicted survival
+  static constexpr float kColdDrafts = 60;     // drafts compared until the corrections are half relied on
   static constexpr float kMemory = 4000;       // observations; older ones fade out
 
   static constexpr int kSources = 3, kDepths = 2, kMatches = 8, kSupports = 5, kConsensus = 5;
@@ -78,6 +86,7 @@ class Calibration {
   bool has_prior_;
   std::array<Count, kNumTokenCells> tokens_;
   std::array<Count, kNumSurvivalCells> survival_;
+  float num_drafts_ = 0;
 };
 
 }  // namespace agentspec

@@ -118,7 +118,7 @@ void Drafter::Follow(Token token) {
   num_candidates_ = num_left;
 }
 
-void Drafter::Vote(int max_length, const Calibration& calibration, Draft& draft) {
+void Drafter::Vote(int max_length, float min_survival, const Calibration& calibration, Draft& draft) {
   draft.length = 0;
   draft.redundancy = 0;
   float predicted = 1;
@@ -140,7 +140,7 @@ void Drafter::Vote(int max_length, const Calibration& calibration, Draft& draft)
       draft.redundancy = std::min(1.0f, consensus) * support / (support + weights_.support_half);
     }
     // The first token is followed at any rate: evidence that nobody follows would never be believed again.
-    if (depth > 0 && survival < weights_.min_survival) return;
+    if (depth > 0 && survival < min_survival) return;
     draft.tokens[depth] = {winner.token, survival, predicted, cell};
     ++draft.length;
     if (draft.length < max_length) Follow(winner.token);

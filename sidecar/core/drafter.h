@@ -20,7 +20,6 @@ struct DraftWeights {
   float other_block = 0.37f;       // another block path (soft isolation)
   float escape = 0.6f;             // weight of "something never seen here" after a match of length 0
   float support_half = 4.0f;       // candidates at which support saturates half
-  float min_survival = 0.02f;      // a draft ends where it would survive with less; also what is learned from
   int min_candidates = 4;          // fewer: the next shorter context votes too
 };
 
@@ -60,8 +59,9 @@ class Drafter {
   static void PrefetchText(const Query& query) { query.index->PrefetchText(query.lookup); }
   void Clear() { num_candidates_ = 0; }
   void Gather(const Query& query);
-  // Drafts at most `max_length` tokens from the candidates gathered since Clear.
-  void Vote(int max_length, const Calibration& calibration, Draft& draft);
+  // Drafts at most `max_length` tokens from the candidates gathered since Clear; the draft ends where it would survive
+  // with less than `min_survival`.
+  void Vote(int max_length, float min_survival, const Calibration& calibration, Draft& draft);
 
  private:
   struct Candidate {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -132,7 +133,11 @@ void Engine::CheckStep(const StepInput& input) const {
   if (input.token_offsets.front() != 0 || static_cast<size_t>(input.token_offsets.back()) != input.token_ids.size())
     Refuse("token_offsets: must run from 0 to the number of token_ids, " + std::to_string(input.token_ids.size()));
   if (input.deadline_us < 0) Refuse("deadline_us: expected >= 0, got " + std::to_string(input.deadline_us));
-  if (input.token_budget < 0) Refuse("token_budget: expected >= 0, got " + std::to_string(input.token_budget));
+  for (auto [name, value] : {std::pair{"token_budget", input.token_budget},
+                             {"num_decode_rows", input.num_decode_rows},
+                             {"num_prefill_tokens", input.num_prefill_tokens},
+                             {"num_context_tokens", input.num_context_tokens}})
+    if (value < 0) Refuse(std::string(name) + ": expected >= 0, got " + std::to_string(value));
   CheckTokens(input.token_ids, "token_ids", -1);
 }
 
@@ -158,36 +163,68 @@ StepOutput Engine::Step(const StepInput& input) {
   StepOutput output;
   output.draft_lengths.resize(num_rows);
   output.redundancy.resize(num_rows);
-  std::vector<int32_t> lengths(num_rows);
 
   ++num_waiting_steps_;
   std::lock_guard lock(mutex_);
   --num_waiting_steps_;
   ++clock_;
   std::vector<Request*> rows = FindRows(input);
+  BudgetPlanner& planner = FindPlanner(input.client_id);
   for (size_t begin = 0; begin < num_rows; begin += kGroupSize) {
     size_t end = std::min(begin + kGroupSize, num_rows);
     PrefetchTakeIn(std::span(rows).subspan(begin, end - begin));
     for (size_t row = begin; row < end; ++row) {
       if (rows[row] != nullptr)
-        TakeIn(input, row, *rows[row]);
+        TakeIn(input, row, *rows[row], planner);
       else
         output.resync_handles.push_back(input.handles[row]);
     }
   }
   histories_.ForgetOldest();
   histories_.ForgetExpired(clock_, now);
-  if (input.token_budget > 0) DraftRows(input, rows, deadline);
+  if (!std::isnan(input.last_duration_ms)) planner.Finish(input.last_step, input.last_duration_ms);
+  auto plan = planner.Begin(Describe(input, rows));
+  if (plan.is_drafting) {
+    auto begin = Clock::now();
+    DraftRows(input, rows, plan.min_survival, deadline);
+    std::chrono::duration<double, std::micro> draft_time = Clock::now() - begin;
+    SplitBudget(planner, rows, draft_time.count(), output);
+  }
+  output.skip_steps = planner.skip_steps();
+  return output;
+}
 
-  for (size_t row = 0; row < num_rows; ++row) {
+int Engine::Room(const StepInput& input, size_t row, const Request& request) const {
+  return std::min({options_.num_speculative_tokens, request.options.max_draft_tokens,
+                   static_cast<int>(input.max_draft_tokens[row])});
+}
+
+NextStep Engine::Describe(const StepInput& input, std::span<Request* const> rows) const {
+  NextStep next{std::max(input.num_decode_rows, static_cast<int64_t>(rows.size())),
+                input.num_prefill_tokens,
+                0,
+                input.num_context_tokens,
+                0,
+                input.token_budget};
+  for (size_t row = 0; row < rows.size(); ++row) {
+    if (rows[row] == nullptr) continue;
+    next.num_sampled_rows += !rows[row]->options.is_greedy;
+    next.num_drafting_rows += Room(input, row, *rows[row]) > 0;
+  }
+  return next;
+}
+
+void Engine::SplitBudget(BudgetPlanner& planner, std::span<Request* const> rows, double draft_us, StepOutput& output) {
+  row_drafts_.assign(rows.size(), {});
+  for (size_t row = 0; row < rows.size(); ++row) {
     if (rows[row] == nullptr) continue;
     const Draft& draft = rows[row]->draft;
-    while (lengths[row] < draft.length && draft.tokens[lengths[row]].survival >= options_.min_survival) ++lengths[row];
+    row_drafts_[row] = {&draft.tokens[0].survival, draft.length, draft.redundancy, rows[row]->calibration->Maturity(),
+                        sizeof(draft.tokens[0]) / sizeof(float)};
     output.redundancy[row] = draft.redundancy;
   }
-  AllocateByRedundancy(output.redundancy.data(), lengths.data(), num_rows, input.token_budget,
-                       output.draft_lengths.data());
-  for (size_t row = 0; row < num_rows; ++row) {
+  planner.Allocate(row_drafts_, draft_us, output.draft_lengths);
+  for (size_t row = 0; row < rows.size(); ++row) {
     if (rows[row] == nullptr) continue;
     Draft& draft = rows[row]->draft;
     draft.length = output.draft_lengths[row];
@@ -196,17 +233,21 @@ StepOutput Engine::Step(const StepInput& input) {
       output.survival.push_back(token.survival);
     }
   }
-  return output;
 }
 
-void Engine::TakeIn(const StepInput& input, size_t row, Request& request) {
+void Engine::TakeIn(const StepInput& input, size_t row, Request& request, BudgetPlanner& planner) {
   auto begin = static_cast<size_t>(input.token_offsets[row]);
   size_t num_tokens = static_cast<size_t>(input.token_offsets[row + 1]) - begin;
   Publish(request);
-  if (num_tokens > 0) request.stats->Count(input.num_draft_tokens[row], input.num_accepted_tokens[row], num_tokens);
+  int32_t num_draft_tokens = input.num_draft_tokens[row];
+  if (num_tokens > 0) {
+    request.stats->Count(num_draft_tokens, input.num_accepted_tokens[row], num_tokens);
+    planner.AddVerdict(request.ExpectedTokens(num_draft_tokens), num_draft_tokens, input.num_accepted_tokens[row]);
+  }
   Ingest(request, input.token_ids.subspan(begin, num_tokens));
   request.draft.length = 0;
   request.draft.redundancy = 0;
+  request.client_id = input.client_id;
 }
 
 void Engine::PrefetchTakeIn(std::span<Request* const> rows) const {
@@ -250,15 +291,15 @@ void Engine::Publish(Request& request) {
   request.history->last_used = clock_;
 }
 
-void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline) {
+void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, float min_survival,
+                       Clock::time_point deadline) {
   for (size_t row = 0; row < rows.size();) {
     if (input.deadline_us > 0 && row > 0 && Clock::now() > deadline) return;
     Group group;
     std::array<int, kGroupSize> room;
     for (; row < rows.size() && group.num_members < kGroupSize; ++row) {
       if (rows[row] == nullptr) continue;
-      int length = std::min({options_.num_speculative_tokens, rows[row]->options.max_draft_tokens,
-                             static_cast<int>(input.max_draft_tokens[row])});
+      int length = Room(input, row, *rows[row]);
       if (length == 0) continue;
       room[group.num_members] = length;
       AddQueries(*rows[row], group);
@@ -271,7 +312,7 @@ void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, C
       drafter_.Clear();
       for (size_t j = 0; j < member.num_queries; ++j) drafter_.Gather(group.queries[member.first_query + j]);
       Request& request = *member.request;
-      drafter_.Vote(room[i], *request.calibration, request.draft);
+      drafter_.Vote(room[i], min_survival, *request.calibration, request.draft);
       if (options_.has_calibration && request.shadow.length == 0) {
         request.shadow.length = request.draft.length;
         std::copy_n(request.draft.tokens.begin(), request.draft.length, request.shadow.tokens.begin());
@@ -315,6 +356,8 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
     auto num_accepted =
         std::mismatch(draft.begin(), draft.end(), tail.begin(), tail.end(), agree).first - draft.begin();
     request.stats->Count(request.draft.length, num_accepted, tail.size());
+    FindPlanner(request.client_id)
+        .AddVerdict(request.ExpectedTokens(request.draft.length), request.draft.length, num_accepted);
     if (!IngestTail(handle, tail, lock)) return;
   }
   request.DropAfter(true_length);

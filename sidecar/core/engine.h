@@ -14,7 +14,7 @@
 
 #include "archive.h"
 #include "block_tracker.h"
-#include "budget.h"
+#include "budget_planner.h"
 #include "drafter.h"
 #include "grammar.h"
 #include "history.h"
@@ -28,7 +28,7 @@ struct EngineOptions {
   int num_speculative_tokens = 16;
   HistoryTable::Limits limits;
   bool is_strict = false;
-  float min_survival = 0.1f;  // draft tokens that would survive with less are not verified
+  BudgetOptions budget;
   // Parts that a benchmark switches off to learn what each is worth.
   bool has_own = true;           // a request's own text votes
   bool has_block_starts = true;  // texts are marked where a block begins, so that drafts begin there too
@@ -48,6 +48,12 @@ struct StepInput {
   std::span<const int32_t> max_draft_tokens;
   int64_t token_budget;
   int64_t deadline_us;  // 0: none
+  int64_t num_decode_rows;
+  int64_t num_prefill_tokens;
+  int64_t num_context_tokens;
+  int64_t client_id;
+  StepShape last_step;      // that the target model has finished
+  double last_duration_ms;  // NaN: not measured
 };
 
 struct StepOutput {
@@ -56,6 +62,7 @@ struct StepOutput {
   std::vector<float> survival;
   std::vector<float> redundancy;
   std::vector<int64_t> resync_handles;
+  int skip_steps = 0;  // steps to come that will not draft
 };
 
 enum class FinishReason { kStop = 0, kLength = 1, kAbort = 2, kError = 3 };
@@ -75,6 +82,23 @@ class Engine {
   StepOutput Step(const StepInput& input);
   // An unknown handle is ignored. Throws std::invalid_argument, nothing changed: a token outside the vocabulary.
   void Close(int64_t handle, FinishReason reason, int64_t true_length, std::span<const Token> tail);
+
+  void SetPolicy(Policy policy);
+  Policy policy() const;
+  struct ClientBudget {
+    int64_t client_id;
+    std::array<BudgetStats, BudgetPlanner::kNumBuckets> buckets;
+    uint64_t num_timings, num_skipped_timings, num_gate_closings;
+    double noise, trust;
+    bool is_gate_open;
+  };
+  std::vector<ClientBudget> Budgets() const;
+  // What was learned of step times, as bytes; empty: nothing yet.
+  std::string ExportCostModel(int64_t client_id) const;
+  // False, nothing changed: the bytes are cut, changed, or of another machine.
+  bool ImportCostModel(int64_t client_id, std::string_view bytes);
+  // Time of a step, ms; < 0: nothing was measured yet.
+  double PredictStep(int64_t client_id, const StepShape& shape) const;
 
   // The number of a grammar for RequestOptions; 0 is the constructor's. -1: with it, all of them would be too large.
   int AddGrammar(Grammar grammar);
@@ -120,7 +144,10 @@ class Engine {
   // The request of each row; nullptr where the engine does not know it at the row's position.
   // Throws std::invalid_argument, nothing changed: a handle occurs twice.
   std::vector<Request*> FindRows(const StepInput& input);
-  void TakeIn(const StepInput& input, size_t row, Request& request);
+  void TakeIn(const StepInput& input, size_t row, Request& request, BudgetPlanner& planner);
+  BudgetPlanner& FindPlanner(int64_t client_id);
+  NextStep Describe(const StepInput& input, std::span<Request* const> rows) const;
+  int Room(const StepInput& input, size_t row, const Request& request) const;
   void PrefetchTakeIn(std::span<Request* const> rows) const;
   // `is_last`: the request ends with them, nothing is drafted any more.
   void Ingest(Request& request, std::span<const Token> tokens, bool is_last = false);
@@ -131,7 +158,9 @@ class Engine {
   bool IngestTail(int64_t handle, std::span<const Token> tail, std::unique_lock<std::mutex>& lock);
   bool PublishEnd(int64_t handle, std::unique_lock<std::mutex>& lock);
   Request* FindClosing(int64_t handle);
-  void DraftRows(const StepInput& input, std::span<Request* const> rows, Clock::time_point deadline);
+  void DraftRows(const StepInput& input, std::span<Request* const> rows, float min_survival,
+                 Clock::time_point deadline);
+  void SplitBudget(BudgetPlanner& planner, std::span<Request* const> rows, double draft_us, StepOutput& output);
   void AddQueries(Request& request, Group& group);
 
   EngineOptions options_;
@@ -141,6 +170,8 @@ class Engine {
   GrammarTable grammars_;
   LabelTable labels_;
   Drafter drafter_;
+  std::unordered_map<int64_t, BudgetPlanner> planners_;  // by client id
+  std::vector<RowDraft> row_drafts_;                     // of the step; kept for its memory
   std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
   HistoryTable histories_;
   // By namespace, greedy or sampled; with the namespace.

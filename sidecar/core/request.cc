@@ -67,6 +67,13 @@ void Request::DropAfter(int64_t true_length) {
   if (!pending.empty() && pending.back().label == kPromptTailLabel) pending.clear();   // nothing follows the prompt
 }
 
+double Request::ExpectedTokens(int64_t num_draft_tokens) const {
+  double num_tokens = 0;
+  for (int64_t i = 0; i < std::min<int64_t>(num_draft_tokens, draft.length); ++i)
+    num_tokens += draft.tokens[static_cast<size_t>(i)].survival;
+  return num_tokens;
+}
+
 void Request::CompareShadow(Token token) {
   if (shadow.length == 0) return;
   const DraftToken& expected = shadow.tokens[shadow_accepted];
@@ -74,6 +81,7 @@ void Request::CompareShadow(Token token) {
   calibration->RecordToken(expected.cell, is_accepted);
   shadow_accepted += is_accepted;
   if (is_accepted && shadow_accepted < shadow.length) return;
+  calibration->RecordDraft();
   for (int depth = 0; depth < shadow.length; ++depth)
     calibration->RecordSurvival(shadow.tokens[depth].predicted, depth, depth < shadow_accepted);
   shadow.length = 0;

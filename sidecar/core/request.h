@@ -68,6 +68,8 @@ struct Request {
   void DropAfter(int64_t true_length);
   // Learns from the shadow draft what the next output token says of it.
   void CompareShadow(Token token);
+  // Of the first tokens of its draft, as survival promises.
+  double ExpectedTokens(int64_t num_draft_tokens) const;
   bool is_stored() const { return history != nullptr && options.is_recorded; }
   void PushOutput(Token token, Label label);
 
@@ -89,7 +91,8 @@ struct Request {
   ContextTags text_contexts;        // at its end
   TextWindow output;                // with block starts
   ContextTags output_contexts;
-  ContextIndex own;  // of the prompt's end and the output
+  ContextIndex own;       // of the prompt's end and the output
+  int64_t client_id = 0;  // who stepped it last
   RequestOptions options;
   std::shared_ptr<const Grammar> grammar;
   BlockTracker tracker;

@@ -31,7 +31,7 @@ class Plan:
         methods: keys of `METHODS`.
         thresholds: drafts are cut below each in turn, without a token budget; empty: each method spends its own.
         curve: cost of a step.
-        draft_us: charged for each request of a step.
+        draft_us: charged for each row of a step for which drafts are looked for; for the others a share of it.
         max_tokens: evaluated output tokens of a cell; None: all.
         seed: order of the runs.
     """
@@ -130,7 +130,7 @@ class Experiment:
         show: Callable[[int, int | None], None],
     ) -> StepLog:
         curve = self._plan.curve if threshold is None else None
-        drafter = METHODS[method](Setting(self._vocabulary, NUM_SPECULATIVE_TOKENS, curve))
+        drafter = METHODS[method](Setting(self._vocabulary, NUM_SPECULATIVE_TOKENS, curve, self._plan.draft_us))
         for call in past:
             drafter.warm(call)
         replay = Replay(drafter, queue, batch_size, curve=curve, threshold=threshold)

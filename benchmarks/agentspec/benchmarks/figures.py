@@ -13,6 +13,8 @@ from agentspec.benchmarks.cost_curves import CostCurve
 from agentspec.benchmarks.replay import StepLog
 
 MIN_DECILE_TOKENS = 1000
+WINDOW_STEPS = 25
+TAKE_IN_SHARE = 0.4  # of `draft_us`, in a step that drafts nothing; measured, see benchmarks/LOG.md
 
 Figures = dict[str, Any]
 
@@ -82,14 +84,18 @@ def summarise(log: StepLog, rows: Rows, curve: CostCurve, draft_us: float) -> Fi
     """All figures of one cell.
 
     `budget_use` is D / M(b), summed over the steps. `modelled_speedup` compares tokens per time with plain decoding of
-    the same rows; the step time is that of the curve, plus `draft_us` for each row of every step. `calibration` holds
+    the same rows; the step time is that of the curve, plus `draft_us` for each row of every step (where the method did
+    not look for drafts, the share that taking in the tokens costs). `worst_window_speedup` is the same for the
+    worst 25 steps in a row that begin at a multiple of 25. `calibration` holds
     for each tenth of predicted survival the number of draft tokens, the mean prediction and the accepted share; its
     mean error is weighted by tokens, its worst one is over tenths with at least 1,000 tokens.
     """
     row_counts, draft_counts = _flat([np.array(log.row_counts)]), _flat([np.array(log.draft_counts)])
     budgets = np.maximum(curve.knee() - row_counts, 0) if np.isfinite(curve.knee()) else np.zeros(len(row_counts))
-    plain_ms = curve.step_ms(row_counts).sum()
-    step_ms = curve.step_ms(row_counts + draft_counts).sum() + draft_us / 1000 * row_counts.sum()
+    looked_counts = _flat([np.array(log.looked_counts)])
+    charged = looked_counts + TAKE_IN_SHARE * (row_counts - looked_counts)
+    plain_ms = curve.step_ms(row_counts)
+    step_ms = curve.step_ms(row_counts + draft_counts) + draft_us / 1000 * charged
     tokens_per_step = _ratio(rows.num_new_tokens.sum(), row_counts.sum())
     return {
         **rows.figures(),
@@ -97,9 +103,26 @@ def summarise(log: StepLog, rows: Rows, curve: CostCurve, draft_us: float) -> Fi
         "rows_per_step": _ratio(row_counts.sum(), len(row_counts)),
         "draft_tokens_per_step": _ratio(draft_counts.sum(), row_counts.sum()),
         "budget_use": _ratio(draft_counts.sum(), budgets.sum()),
-        "modelled_speedup": None if tokens_per_step is None else tokens_per_step * float(plain_ms / step_ms),
+        "modelled_speedup": None
+        if tokens_per_step is None
+        else tokens_per_step * float(plain_ms.sum() / step_ms.sum()),
+        "worst_window_speedup": _worst_window(log, plain_ms, step_ms),
+        "looked_share": _ratio(looked_counts.sum(), row_counts.sum()),
         **_calibration(log, rows),
     }
+
+
+def _worst_window(log: StepLog, plain_ms: NDArray[np.float64], step_ms: NDArray[np.float64]) -> float | None:
+    num_new = np.array([tokens.sum() for tokens in log.num_new_tokens], np.float64)
+    rows = np.array(log.row_counts, np.float64)
+    num_windows = len(rows) // WINDOW_STEPS
+    if not num_windows:
+        return None
+    new, row_sums, plain, took = (
+        values[: num_windows * WINDOW_STEPS].reshape(num_windows, WINDOW_STEPS).sum(1)
+        for values in (num_new, rows, plain_ms, step_ms)
+    )
+    return float((new / row_sums * plain / took).min())
 
 
 def _calibration(log: StepLog, rows: Rows) -> Figures:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from agentspec.benchmarks.corpus import TokenCall
 from agentspec.benchmarks.cost_curves import CostCurve
 from agentspec.benchmarks.methods.interface import Drafts, Method
-from agentspec.sidecar.engine import StepRequest, TokenIds
+from agentspec.sidecar.engine import StepRequest, StepTiming, TokenIds
 
 NUM_SPECULATIVE_TOKENS = 16
 MAX_PROMPT_TOKENS = 8192  # what the engine indexes of a prompt; the peers get the same
@@ -49,6 +49,7 @@ class StepLog:
         calls: the calls that rows index.
         row_counts: rows of each step.
         draft_counts: draft tokens of each step.
+        looked_counts: rows of each step for which drafts were looked for.
         call_ids, positions: of each row: index into `calls`, output tokens known before the step; int32.
         num_draft_tokens, num_accepted_tokens, num_new_tokens: of each row; int32.
         survival: of each draft token, where the method tells; float32.
@@ -57,6 +58,7 @@ class StepLog:
     calls: list[TokenCall] = field(default_factory=list)
     row_counts: list[int] = field(default_factory=list)
     draft_counts: list[int] = field(default_factory=list)
+    looked_counts: list[int] = field(default_factory=list)
     call_ids: list[NDArray[np.int32]] = field(default_factory=list)
     positions: list[NDArray[np.int32]] = field(default_factory=list)
     num_draft_tokens: list[NDArray[np.int32]] = field(default_factory=list)
@@ -145,7 +147,7 @@ class Replay:
         method: already warm.
         queue: what to play.
         batch_size: lanes; fewer when fewer pieces wait.
-        curve: gives the token budget M(b); None: no budget.
+        curve: how long a step takes, which the method is told as a server would measure it; None: it is told nothing.
         threshold: draft tokens with a lower survival are cut; None: none are.
         num_speculative_tokens: longest draft of a row.
     """
@@ -167,6 +169,7 @@ class Replay:
         self._max_draft = num_speculative_tokens
         self._num_handles = 0
         self._num_steps = 0
+        self._timing: StepTiming | None = None  # of the last step
         self._log = StepLog()
         pieces = [piece for _ in range(batch_size) if (piece := queue.take()) is not None]
         self._lanes = [_Lane(piece) for piece in pieces]
@@ -198,7 +201,6 @@ class Replay:
         new = [lane.new_tokens() for lane in lanes]
         num_new = np.array([len(tokens) for tokens in new], np.int32)
         positions = np.array([lane.position for lane in lanes], np.int32)
-        most = len(lanes) * self._max_draft
         self._num_steps += 1
         return StepRequest(
             step_id=self._num_steps,
@@ -211,7 +213,8 @@ class Replay:
             max_draft_tokens=np.full(len(lanes), self._max_draft, np.int32),
             num_decode_rows=len(lanes),
             num_prefill_tokens=0,
-            token_budget=most if self._curve is None else int(min(most, self._curve.token_budget(len(lanes)))),
+            token_budget=len(lanes) * self._max_draft,
+            timing=self._timing,
         )
 
     def _verify(self, drafts: Drafts) -> int:
@@ -229,6 +232,7 @@ class Replay:
         num_new = np.array([lane.num_new for lane in lanes], np.int32)
         log.row_counts.append(len(lanes))
         log.draft_counts.append(begin)
+        log.looked_counts.append(len(lanes) if drafts.has_looked else 0)
         log.call_ids.append(np.array([lane.call_id for lane in lanes], np.int32))
         log.positions.append(np.array([lane.position for lane in lanes], np.int32) - num_new)
         log.num_draft_tokens.append(drafts.lengths)
@@ -236,6 +240,13 @@ class Replay:
         log.num_new_tokens.append(num_new)
         if drafts.survival is not None:
             log.survival.append(drafts.survival)
+        if self._curve is not None:
+            self._timing = StepTiming(
+                duration_ms=float(self._curve.step_ms(len(lanes) + begin)),
+                num_decode_rows=len(lanes),
+                num_draft_tokens=begin,
+                num_draft_rows=int(np.count_nonzero(drafts.lengths)),
+            )
         return int(num_new.sum())
 
     def _advance(self, lane: _Lane) -> bool:

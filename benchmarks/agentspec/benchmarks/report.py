@@ -33,6 +33,7 @@ CELL_COLUMNS: Columns = (
     ("D/M(b)", "budget_use", ".2f"),
     ("cal. error", "calibration_error", ".3f"),
     ("speed-up", "modelled_speedup", ".3f"),
+    ("worst window", "worst_window_speedup", ".3f"),
 )
 EQUAL_REJECTION_COLUMNS: Columns = (
     ("workload", "workload", "s"),

@@ -1,12 +1,103 @@
-"""What a verification step costs, as the engine process sees it: measures its steps for the draft engine."""
+"""What a verification step costs, as the engine process sees it: measures its steps for the draft engine, knows where
+accelerators turn from reading weights to computing, and keeps what was learned in a file."""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
-from agentspec.sidecar.engine import GREEDY_TEMPERATURE, StepTiming
+import numpy as np
+
+from agentspec.sidecar.engine import GREEDY_TEMPERATURE, Engine, StepTiming
+
+logger = logging.getLogger("vllm.agentspec")
+
+# bf16 FLOP/s without sparsity over bytes/s of memory, both from the makers' data sheets: tokens that one forward pass
+# computes in the time that reading bf16 weights takes.
+ARITHMETIC_INTENSITY: Mapping[str, float] = {
+    "A100": 312e12 / 2.04e12,
+    "H100": 989e12 / 3.35e12,
+    "H200": 989e12 / 4.8e12,
+    "L4": 121e12 / 0.3e12,
+    "L40S": 362e12 / 0.864e12,
+    "MI300X": 1307e12 / 5.3e12,
+}
+_MATRIX = 1024
+_STREAM_BYTES = 1 << 26
+_ROUNDS = 3
+
+
+def find_intensity(device_name: str) -> float | None:
+    """Arithmetic intensity of an accelerator, bf16, by a name such as ``NVIDIA H200``; None: not in the table."""
+    names = re.findall(r"[A-Z0-9]+", device_name.upper())
+    return next((value for name, value in ARITHMETIC_INTENSITY.items() if name in names), None)
+
+
+def measure_cpu_intensity(weight_bytes: int = 2) -> float:
+    """Arithmetic intensity of this machine's CPU, measured in less than a second; at least 1.
+
+    Args:
+        weight_bytes: of one weight of the model.
+    """
+    matrix = np.ones((_MATRIX, _MATRIX), np.float32)
+    memory = np.ones(_STREAM_BYTES // 4, np.float32)
+    flops = 2 * _MATRIX**3 / _best_time(lambda: matrix @ matrix)
+    bandwidth = _STREAM_BYTES / _best_time(memory.sum)
+    return max(1.0, float(flops / bandwidth * weight_bytes / 2))
+
+
+def _best_time(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        started_at = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started_at)
+    return max(min(times), 1e-9)
+
+
+class CostModelFile:
+    """Keeps what an engine learned of its step times from one start to the next.
+
+    Args:
+        path: the file; None keeps nothing.
+        machine: what the figures belong to (model, device, data type); a file of another machine is not used.
+    """
+
+    def __init__(self, path: Path | None, machine: str) -> None:
+        self._path = path
+        self._header = f"agentspec cost model 1\n{machine}\n\n".encode()
+
+    def load(self, engine: Engine) -> bool:
+        """Give the engine what was kept; a missing file is ignored, a bad one too, with a warning."""
+        if self._path is None or not self._path.exists():
+            return False
+        try:
+            kept = self._path.read_bytes()
+        except OSError as error:
+            logger.warning("agentspec: the saved cost model %s can't be read: %s", self._path, error)
+            return False
+        if kept.startswith(self._header) and engine.import_cost_model(kept[len(self._header) :]):
+            return True
+        logger.warning("agentspec: the saved cost model %s is damaged or of another machine; not used", self._path)
+        return False
+
+    def save(self, engine: Engine) -> None:
+        """Keep what the engine has learned so far, all of it or nothing.
+
+        Raises:
+            OSError: the file can't be written.
+        """
+        learned = engine.export_cost_model()
+        if self._path is None or not learned:
+            return
+        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        draft.write_bytes(self._header + learned)
+        draft.replace(self._path)
 
 
 class RunningRequest(Protocol):

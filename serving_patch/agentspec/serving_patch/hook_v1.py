@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from agentspec.sidecar.budget import DEFAULT_INTENSITY, BudgetOptions
 from agentspec.sidecar.engine import Engine, FinishReason, StepDrafts, StepRequest, StepTiming
 from agentspec.sidecar.grammar_store import GrammarStore, server_grammars
 from agentspec.sidecar.grammars import preset_name
@@ -25,7 +27,7 @@ from agentspec.sidecar.telemetry import MetricsServer, serve_metrics
 
 from .client import DraftClient, EmbeddedClient, Fallbacks, GuardedClient
 from .compat import fix_sampling, probe, read_grammar, read_vocabulary, skip_rejection_without_drafts
-from .cost_model import StepTimer
+from .cost_model import CostModelFile, StepTimer, find_intensity, measure_cpu_intensity
 from .request import PromptReader, can_verify, keeps_batch_plain, namespace_of, sampling_of
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
@@ -91,6 +93,9 @@ class AgentSpecScheduler(Scheduler):
         self._vocab_size = int(self.vllm_config.model_config.get_vocab_size())
         self._grammar = read_grammar(self.vllm_config.model_config)
         self._metrics: MetricsServer | None = None
+        self._engine: Engine | None = None
+        self._budget = self._make_budget()
+        self._cost_model_file = CostModelFile(self._options.cost_model_file, _machine(self.vllm_config))
         self._client: DraftClient = GuardedClient(
             self._make_client(),
             vocab_size=self._vocab_size,
@@ -166,6 +171,8 @@ class AgentSpecScheduler(Scheduler):
             self._client.shutdown()
             if self._metrics is not None:
                 self._metrics.shutdown()
+            if self._engine is not None:
+                self._cost_model_file.save(self._engine)
         super().shutdown()
 
     def _drop_drafts(self) -> None:
@@ -179,6 +186,12 @@ class AgentSpecScheduler(Scheduler):
         except Exception as error:  # noqa: BLE001  # the one boundary: vLLM goes on without drafts
             self._fallbacks.note("hook_error", repr(error))
 
+    def _make_budget(self) -> BudgetOptions:
+        intensity = self._options.arithmetic_intensity or _find_intensity(self.vllm_config)
+        if intensity is None:
+            self._fallbacks.note("unknown_device", "set arithmetic_intensity; until steps tell, that of an H200 counts")
+        return BudgetOptions(self._options.policy, intensity, capture_sizes=_capture_sizes(self.vllm_config))
+
     def _make_client(self) -> DraftClient:
         """Make what drafts and serve its metrics; runs once, before the guard's thread starts."""
         engine = Engine(
@@ -188,7 +201,10 @@ class AgentSpecScheduler(Scheduler):
             history_bytes=self._options.history_bytes,
             ttl_s=self._options.ttl_s,
             is_strict=self._options.isolation == "strict",
+            budget=self._budget,
         )
+        self._engine = engine
+        self._cost_model_file.load(engine)
         if self._options.metrics_port > 0:
             port = self._options.metrics_port + self.parallel_config.data_parallel_index
             self._metrics = serve_metrics(engine, self._fallbacks.counts, port)
@@ -205,11 +221,11 @@ class AgentSpecScheduler(Scheduler):
 
     def _log_start(self) -> None:
         logger.info(
-            "agentspec: hook=v1 mode=embedded policy=%s K=%d arithmetic_intensity=%d deadline_ms=%g namespace=%s "
+            "agentspec: hook=v1 mode=embedded policy=%s K=%d arithmetic_intensity=%.0f deadline_ms=%g namespace=%s "
             "isolation=%s grammar=%s metrics_port=%s",
             self._options.policy,
             self._max_draft_tokens,
-            self._options.arithmetic_intensity,
+            self._budget.arithmetic_intensity or DEFAULT_INTENSITY,
             self._deadline_ms,
             self._options.namespace,
             self._options.isolation,
@@ -309,8 +325,9 @@ class AgentSpecScheduler(Scheduler):
             token_ids += row.request.output_token_ids[row.position :]
             token_offsets.append(len(token_ids))
         num_prefill_tokens = self._expect_prefill(len(rows))
-        is_off = self._options.policy == "off" or self._plain_batch_ids
-        budget = 0 if is_off else self._free_tokens(len(rows) + num_prefill_tokens)
+        # Whatever the policy, every row and prompt keeps its place in the step.
+        left = max(0, int(self.max_num_scheduled_tokens) - len(rows) - num_prefill_tokens)
+        budget = 0 if self._plain_batch_ids else left
         return StepRequest(
             step_id=self._step_id,
             handles=np.array([row.handle for row in rows], np.int64),
@@ -326,11 +343,6 @@ class AgentSpecScheduler(Scheduler):
             num_context_tokens=sum(row.request.num_tokens for row in rows),
             timing=self._timing,
         )
-
-    def _free_tokens(self, num_scheduled_tokens: int) -> int:
-        """Draft tokens that cost next to nothing, and that leave every row its place in the step."""
-        limit = min(self._options.arithmetic_intensity, int(self.max_num_scheduled_tokens))
-        return max(0, limit - num_scheduled_tokens)
 
     def _room(self, row: _Row) -> int:
         if not row.max_draft_tokens:
@@ -385,6 +397,28 @@ class AgentSpecScheduler(Scheduler):
 def _read_options(vllm_config: Any) -> Options:
     config = vllm_config.additional_config
     return read_options(config.get(ADDITIONAL_CONFIG_KEY) if isinstance(config, dict) else None)
+
+
+def _find_intensity(vllm_config: Any) -> float | None:
+    if vllm_config.device_config.device_type == "cpu":
+        return measure_cpu_intensity(vllm_config.model_config.dtype.itemsize)
+    return find_intensity(current_platform.get_device_name())
+
+
+def _capture_sizes(vllm_config: Any) -> tuple[int, ...]:
+    """Tokens per step that vLLM has CUDA graphs for: a step is padded to the next one."""
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if vllm_config.device_config.device_type == "cpu" or mode is None or mode.name == "NONE":
+        return ()
+    return tuple(sorted({int(size) for size in compilation.cudagraph_capture_sizes or ()}))
+
+
+def _machine(vllm_config: Any) -> str:
+    """What a saved cost model belongs to."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    device = current_platform.get_device_name()
+    return f"{device} | {model.model} | {model.dtype} | tp={parallel.tensor_parallel_size}"
 
 
 def _default_deadline_ms(vllm_config: Any) -> float:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from agentspec.sidecar import _core
 from agentspec.sidecar._core import ArchiveError
+from agentspec.sidecar.budget import PLAIN_BUDGET, POLICIES, BucketStats, BudgetOptions, BudgetStats, Policy
 
 if TYPE_CHECKING:
     from agentspec.sidecar.grammars import BlockRule, Grammar
@@ -241,6 +242,18 @@ def _rule_fields(rule: BlockRule) -> tuple[str, list[bytes], list[bytes], list[s
     return rule.name, list(rule.starts), list(rule.ends), list(rule.parents), anchor, list(rule.name_marks)
 
 
+def _timing_fields(timing: StepTiming) -> tuple[float, int, int, int, int, int, int]:
+    return (
+        timing.duration_ms,
+        timing.num_decode_rows,
+        timing.num_draft_tokens,
+        timing.num_draft_rows,
+        timing.num_prefill_tokens,
+        timing.num_sampled_rows,
+        timing.num_context_tokens,
+    )
+
+
 class Engine:
     """Block tracker, histories, drafter and budget of one model; thread-safe, and never holds the GIL while it works.
 
@@ -253,8 +266,10 @@ class Engine:
         ttl_s: seconds, > 0; a history that no request has used for so long is dropped by a later call.
         is_strict: draft only from text of the same block path and never across a block's end (the paper's isolation);
             otherwise the block path is a label that weighs in the vote.
-        min_survival: draft tokens that would survive with less are not verified, in [0, 1].
+        min_survival: draft tokens that would survive with less are not verified, in [0, 1]; the policies `goodput`
+            and `shadow` verify what pays, whatever it is.
         parts: switches of single parts, for measuring what each is worth.
+        budget: which draft tokens are verified. Default: the token budget of each `StepRequest`, by redundancy.
 
     Raises:
         ValueError: an argument is out of its range; the message names it.
@@ -272,6 +287,7 @@ class Engine:
         is_strict: bool = False,
         min_survival: float = MIN_SURVIVAL,
         parts: Parts = ALL_PARTS,
+        budget: BudgetOptions = PLAIN_BUDGET,
     ) -> None:
         if not 0 <= min_survival <= 1:
             raise ValueError(f"min_survival: expected 0 to 1, got {min_survival}")
@@ -300,6 +316,7 @@ class Engine:
             parts.block_starts,
             parts.calibration,
             parts.prior,
+            budget.fields(),
         )
 
     def add_grammar(self, grammar: Grammar) -> int:
@@ -361,7 +378,7 @@ class Engine:
                 message names field, row and value, and nothing has changed.
             TypeError: an array has another dtype than int32 (handles: int64) or is not C-contiguous.
         """
-        packed, num_tokens, resync = self._core.step(
+        packed, num_tokens, resync, skip_steps = self._core.step(
             request.handles,
             request.positions,
             request.token_offsets,
@@ -371,6 +388,11 @@ class Engine:
             request.max_draft_tokens,
             request.token_budget,
             deadline_us,
+            request.num_decode_rows,
+            request.num_prefill_tokens,
+            request.num_context_tokens,
+            None if request.timing is None else _timing_fields(request.timing),
+            request.client_id,
         )
         num_rows = len(request.handles)
         return StepDrafts(
@@ -380,6 +402,7 @@ class Engine:
             survival=np.frombuffer(packed, np.float32, num_tokens, 8 * num_rows + 4 * num_tokens),
             redundancy=np.frombuffer(packed, np.float32, num_rows, 4 * num_rows),
             token_budget=request.token_budget,
+            skip_steps=skip_steps,
             resync_handles=np.array(resync, np.int64) if resync else _NO_HANDLES,
         )
 
@@ -396,6 +419,45 @@ class Engine:
             ValueError: a token id of the tail is outside the vocabulary, or `true_length` is negative.
         """
         self._core.close(handle, int(reason), true_length, tail)
+
+    @property
+    def policy(self) -> Policy:
+        """Which draft tokens are verified."""
+        return POLICIES[self._core.policy()]
+
+    def set_policy(self, policy: Policy) -> None:
+        """Verify other draft tokens from the next step on; what was learned stays.
+
+        Raises:
+            ValueError: no such policy.
+        """
+        if policy not in POLICIES:
+            raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+        self._core.set_policy(POLICIES.index(policy))
+
+    def budget_stats(self) -> list[BudgetStats]:
+        """What the budget of each client did since the engine started; a client that never stepped has none."""
+        return [
+            BudgetStats(*row[:-1], buckets=tuple(BucketStats(*bucket) for bucket in row[-1]))
+            for row in self._core.budget_stats()
+        ]
+
+    def predict_step_ms(self, step: StepTiming, client_id: int = 0) -> float | None:
+        """Time that the cost model expects of such a step; its `duration_ms` is ignored. None: nothing measured yet."""
+        predicted = self._core.predict_step_ms(client_id, _timing_fields(step))
+        return predicted if predicted >= 0 else None
+
+    def export_cost_model(self, client_id: int = 0) -> bytes:
+        """Return what was learned of a client's step times; empty: nothing yet."""
+        return self._core.export_cost_model(client_id)
+
+    def import_cost_model(self, saved: bytes, client_id: int = 0) -> bool:
+        """Take in a saved cost model; the next steps set its level.
+
+        Returns:
+            False: the bytes are cut, changed, or of another machine's cost model, and nothing has changed.
+        """
+        return self._core.import_cost_model(client_id, saved)
 
     def export_histories(self, namespace: str) -> bytes:
         """Return all histories of a namespace and of those within it, as one checked archive; steps go on meanwhile."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentspec.sidecar.budget import MAX_INTENSITY, Policy
 from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS, TTL_S
 
 ENV_PREFIX = "AGENTSPEC_"
@@ -26,9 +27,11 @@ class Options(BaseModel):
     Attributes:
         namespace: the tenant that this engine serves; a wall that no history crosses.
         num_speculative_tokens: longest draft of a request.
-        policy: `redundancy` splits the token budget by redundancy score (the paper's rule); `off` never drafts.
-        arithmetic_intensity: tokens that one forward pass computes in the time that reading the weights takes; the
-            token budget of a step is this less its decode rows and prefill tokens. 206: H200 in bf16.
+        policy: which draft tokens are verified, see `agentspec.sidecar.budget.Policy`; `goodput` verifies what pays.
+        arithmetic_intensity: tokens that one forward pass computes in the time that reading the weights takes; default:
+            that of the accelerator found. `goodput` starts from it and learns; for `redundancy` and `uniform` the token
+            budget of a step is this less its decode rows and prefill tokens.
+        cost_model_file: where what was learned of step times is kept from one start to the next; default: nowhere.
         deadline_ms: longest wait of a step for its drafts; default 3 on a GPU, 30 on a CPU, whose steps are longer.
         history_bytes: memory of all histories.
         ttl_s: a history that no request has used for so many seconds is dropped.
@@ -41,8 +44,9 @@ class Options(BaseModel):
 
     namespace: Annotated[str, Field(max_length=256, pattern=NAMESPACE_PATTERN)] = "default"
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 16
-    policy: Literal["redundancy", "off"] = "redundancy"
-    arithmetic_intensity: Annotated[int, Field(ge=1, le=1 << 20)] = 206
+    policy: Policy = "goodput"
+    arithmetic_intensity: Annotated[float, Field(ge=1, le=MAX_INTENSITY, allow_inf_nan=False)] | None = None
+    cost_model_file: Path | None = None
     deadline_ms: Annotated[float, Field(gt=0, le=10_000, allow_inf_nan=False)] | None = None
     history_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     ttl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = TTL_S

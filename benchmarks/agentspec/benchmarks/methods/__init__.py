@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -10,12 +11,13 @@ from agentspec.benchmarks.methods.arctic import Arctic
 from agentspec.benchmarks.methods.gpu_suffix import GpuSuffix
 from agentspec.benchmarks.methods.interface import Method, Setting
 from agentspec.benchmarks.methods.ngram import Ngram
+from agentspec.sidecar.budget import POLICIES
 from agentspec.sidecar.engine import Parts
 
 METHODS: Mapping[str, Callable[[Setting], Method]] = MappingProxyType(
     {
         "agentspec": AgentSpec,
-        "agentspec:redundancy": AgentSpec,
+        **{f"agentspec:{policy}": functools.partial(AgentSpec, policy=policy) for policy in POLICIES},
         "agentspec:no-own": lambda setting: AgentSpec(setting, parts=Parts(own=False)),
         "agentspec:no-block-start": lambda setting: AgentSpec(setting, parts=Parts(block_starts=False)),
         "agentspec:no-calibration": lambda setting: AgentSpec(setting, parts=Parts(calibration=False)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from agentspec.benchmarks.corpus import TokenCall
 from agentspec.benchmarks.methods.interface import Drafts, Setting
+from agentspec.sidecar.budget import BudgetOptions, Policy
 from agentspec.sidecar.engine import (
     ALL_PARTS,
     MIN_SURVIVAL,
@@ -32,7 +34,9 @@ class AgentSpec:
     """The engine itself, driven as the hook in vLLM drives it.
 
     Args:
-        setting: see `Setting`.
+        setting: see `Setting`. The cost model begins with the curve's arithmetic intensity, as it would on a machine
+            whose accelerator is known, and learns the rest from the steps.
+        policy: which drafts are verified; without a curve all of them.
         is_tagged: whether calls carry what the trace knows of them: workflow, node, agent, run.
         is_strict: see `Engine`.
         has_shared: without it no request reads or writes a history.
@@ -45,6 +49,7 @@ class AgentSpec:
         self,
         setting: Setting,
         *,
+        policy: Policy = "goodput",
         is_tagged: bool = True,
         is_strict: bool = False,
         has_shared: bool = True,
@@ -63,7 +68,9 @@ class AgentSpec:
             is_strict=is_strict,
             min_survival=_SWEEP_MIN_SURVIVAL if setting.curve is None else MIN_SURVIVAL,
             parts=parts,
+            budget=_budget(setting, policy),
         )
+        self._is_skipping = False
         self._num_ended = 0
         self._calls: dict[int, TokenCall] = {}  # of open requests
         self._to_record: set[int] = set()  # requests whose answer enters the history at its end
@@ -87,7 +94,9 @@ class AgentSpec:
         drafts = self._engine.step(request)
         if drafts.resync_handles.size:
             raise RuntimeError(f"the engine lost the position of requests {drafts.resync_handles.tolist()}")
-        return Drafts(drafts.draft_lengths, drafts.draft_token_ids, drafts.survival)
+        has_looked = not self._is_skipping
+        self._is_skipping = drafts.skip_steps > 0
+        return Drafts(drafts.draft_lengths, drafts.draft_token_ids, drafts.survival, has_looked)
 
     def close(self, handle: int, tail: TokenIds, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """The engine compares the tail with its own last draft."""
@@ -110,3 +119,10 @@ class AgentSpec:
         return Tags(
             workflow_id=call.workflow, stage=stage, agent_id=call.agent_id, query_id=call.run_id, history=access
         )
+
+
+def _budget(setting: Setting, policy: Policy) -> BudgetOptions:
+    if setting.curve is None:
+        return BudgetOptions("fixed", draft_us=setting.draft_us)
+    knee = setting.curve.knee()
+    return BudgetOptions(policy, knee if math.isfinite(knee) else None, draft_us=setting.draft_us)

@@ -23,11 +23,13 @@ class Drafts:
         token_ids: of all rows, flat; int32.
         survival: probability, as the method sees it, that a token and all before it are accepted; it never rises along
             a draft; float32, same shape; None where the method has no idea of it.
+        has_looked: False: the method did not even look for drafts, which costs less.
     """
 
     lengths: NDArray[np.int32]
     token_ids: TokenIds
     survival: NDArray[np.float32] | None
+    has_looked: bool = True
 
 
 class Method(Protocol):
@@ -54,8 +56,10 @@ class Setting:
         vocabulary: the bytes of each token id.
         num_speculative_tokens: longest draft of a row.
         curve: cost of a step, for methods that spend a budget; None: draft all that there is (threshold sweeps).
+        draft_us: what drafting is charged, µs a row and step.
     """
 
     vocabulary: Sequence[bytes]
     num_speculative_tokens: int
     curve: CostCurve | None
+    draft_us: float = 0.0
