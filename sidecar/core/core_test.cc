@@ -2,6 +2,7 @@
 #include "core_test.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <iterator>
 #include <map>
@@ -102,7 +103,26 @@ class Player {
       if (!is_lost) position += static_cast<int32_t>(text.size());
     }
     int64_t budget = random_.OneOf({0, 5, 100000});
-    StepInput input{handles, positions, offsets, tokens, drafted, accepted, room, budget, random_.OneOf({0, 0, 1})};
+    engine_.SetPolicy(static_cast<Policy>(random_.OneOf({0, 0, 1, 2, 3, 4, 5})));
+    StepShape last{random_.OneOf({0, 4, 200}),  random_.OneOf({0, 9, 3000}), random_.OneOf({0, 4}),
+                   random_.OneOf({0, 0, 9000}), random_.OneOf({0, 4}),       random_.OneOf({0, 100000})};
+    double duration_ms = random_.OneOf({std::nan(""), -1.0, 0.0, 1e-9, 1.0, 30.0, 50'000.0, HUGE_VAL});
+    int64_t num_prefill_tokens = random_.OneOf({0, 0, 4096}), client_id = random_.Below(100);
+    StepInput input{handles,
+                    positions,
+                    offsets,
+                    tokens,
+                    drafted,
+                    accepted,
+                    room,
+                    budget,
+                    random_.OneOf({0, 0, 1}),
+                    static_cast<int64_t>(handles.size()),
+                    num_prefill_tokens,
+                    1000,
+                    client_id,
+                    last,
+                    duration_ms};
     CheckAnswer(input, engine_.Step(input));
   }
 

@@ -39,7 +39,7 @@ std::vector<Token> DraftAfter(const History& history, const std::vector<Token>& 
     drafter.Gather(query);
   }
   Draft draft;
-  drafter.Vote(8, Calibration(false), draft);
+  drafter.Vote(8, 0.02f, Calibration(false), draft);
   std::vector<Token> drafted;
   for (int i = 0; i < draft.length; ++i) drafted.push_back(draft.tokens[static_cast<size_t>(i)].token);
   return drafted;
