@@ -127,7 +127,7 @@ def test_equal_files_make_equal_pages(folder: Path, replayed: Path, page_path: P
     [
         ("nonsense", "no result of agentspec-bench"),
         ("[]", "no result of agentspec-bench"),
-        ('{"meta": {"command": "dance"}}', "a result of 'dance'; expected one of replay, engine"),
+        ('{"meta": {"command": "dance"}}', "a result of 'dance'; expected one of serve, engine, replay"),
         ('{"meta": {"command": "replay"}}', "without field 'cells'"),
     ],
 )

