@@ -512,7 +512,7 @@ def test_start_is_one_line_with_what_matters(lab: Lab, agentspec_log: pytest.Log
     assert len(agentspec_log.records) == 1
     for part in (
         *("hook=v1", "mode=embedded", "policy=goodput", "K=8", "namespace=default"),
-        *("grammar=chat", "metrics_port=off"),
+        *("grammar=chat", "metrics_port=off", "otlp_endpoint=off"),
     ):
         assert part in agentspec_log.text
 

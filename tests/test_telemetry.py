@@ -1,20 +1,25 @@
-"""Metrics as Prometheus sees them: names, labels, values, and a port that is taken."""
+"""Metrics as Prometheus and an OpenTelemetry collector see them: names, labels, values, and a peer that is gone."""
 
 from __future__ import annotations
 
 import socket
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from urllib.error import URLError
 
+import grpc
 import numpy as np
 import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepRequest
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.tags import Tags
-from agentspec.sidecar.telemetry import MetricsServer, serve_metrics
+from agentspec.sidecar.telemetry import MetricsExport, export_metrics
 
 COUNTERS = [
     "agentspec_steps_total",
@@ -40,9 +45,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def server(engine: Engine) -> Iterator[MetricsServer]:
-    server = serve_metrics(engine, lambda: {"deadline": 3}, free_port())
-    assert server is not None
+def server(engine: Engine) -> Iterator[MetricsExport]:
+    server = export_metrics(engine, lambda: {"deadline": 3}, free_port())
     yield server
     server.shutdown()
 
@@ -78,13 +82,13 @@ def serve_one_request(engine: Engine, *, is_closed: bool = True) -> None:
         engine.close(1, FinishReason.STOP, 3, np.empty(0, np.int32))
 
 
-def test_exported_names_are_those_of_the_readme(engine: Engine, server: MetricsServer) -> None:
+def test_exported_names_are_those_of_the_readme(engine: Engine, server: MetricsExport) -> None:
     serve_one_request(engine)
 
     assert sorted(scrape(server.port)) == sorted([*COUNTERS, *GAUGES, FALLBACKS, RECOVERIES])
 
 
-def test_counts_carry_namespace_workflow_stage_and_block(engine: Engine, server: MetricsServer) -> None:
+def test_counts_carry_namespace_workflow_stage_and_block(engine: Engine, server: MetricsExport) -> None:
     serve_one_request(engine)
     samples = scrape(server.port)
 
@@ -98,7 +102,7 @@ def test_counts_carry_namespace_workflow_stage_and_block(engine: Engine, server:
     }
 
 
-def test_gauges_follow_the_engine(engine: Engine, server: MetricsServer) -> None:
+def test_gauges_follow_the_engine(engine: Engine, server: MetricsExport) -> None:
     serve_one_request(engine, is_closed=False)
     is_open = scrape(server.port)
     engine.close(1, FinishReason.STOP, 3, np.empty(0, np.int32))
@@ -110,14 +114,13 @@ def test_gauges_follow_the_engine(engine: Engine, server: MetricsServer) -> None
     assert is_closed["agentspec_history_bytes"] == [({}, float(engine.memory_bytes()))]
 
 
-def test_fallbacks_are_counted_by_reason(server: MetricsServer) -> None:
+def test_fallbacks_are_counted_by_reason(server: MetricsExport) -> None:
     assert scrape(server.port)[FALLBACKS] == [({"reason": "deadline"}, 3.0)]
 
 
 def test_markers_that_fit_no_open_block_are_counted() -> None:
     engine = Engine([b"</think>"], CHAT)
-    server = serve_metrics(engine, dict, free_port())
-    assert server is not None
+    server = export_metrics(engine, dict, free_port())
     engine.open(1, np.zeros(0, np.int32), Tags(), Sampling(), namespace="default")
     engine.close(1, FinishReason.STOP, 2, np.zeros(2, np.int32))
     samples = scrape(server.port)
@@ -128,34 +131,98 @@ def test_markers_that_fit_no_open_block_are_counted() -> None:
 
 
 def test_taken_port_is_one_warning_and_no_server(
-    engine: Engine, server: MetricsServer, agentspec_log: pytest.LogCaptureFixture
+    engine: Engine, server: MetricsExport, agentspec_log: pytest.LogCaptureFixture
 ) -> None:
-    second = serve_metrics(engine, dict, server.port)
+    second = export_metrics(engine, dict, server.port)
+    second.shutdown()
 
-    assert second is None
+    assert second.port == 0
     assert [record.levelname for record in agentspec_log.records] == ["WARNING"]
     assert str(server.port) in agentspec_log.text
 
 
 def test_shutdown_frees_the_port(engine: Engine) -> None:
-    server = serve_metrics(engine, dict, free_port())
-    assert server is not None
+    server = export_metrics(engine, dict, free_port())
     server.shutdown()
 
+    assert server.thread is not None
     assert not server.thread.is_alive()
     with pytest.raises(URLError):
         scrape(server.port)
-    again = serve_metrics(engine, dict, server.port)
-    assert again is not None
+    again = export_metrics(engine, dict, server.port)
     again.shutdown()
 
 
-def test_two_engines_of_one_process_are_told_apart(engine: Engine, server: MetricsServer) -> None:
+def test_two_engines_of_one_process_are_told_apart(engine: Engine, server: MetricsExport) -> None:
     other_engine = Engine([b"a"] * 8, CHAT, num_speculative_tokens=4, history_bytes=1 << 24)
-    other = serve_metrics(other_engine, dict, free_port())
-    assert other is not None
+    other = export_metrics(other_engine, dict, free_port())
     serve_one_request(other_engine, is_closed=False)
 
     assert scrape(server.port)["agentspec_open_requests"] == [({}, 0.0)]
     assert scrape(other.port)["agentspec_open_requests"] == [({}, 1.0)]
     other.shutdown()
+
+
+class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """An OpenTelemetry collector that keeps what it got."""
+
+    def __init__(self) -> None:
+        self.resources: list[Any] = []
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802  # the contract's name
+        self.resources += request.resource_metrics
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+    def metrics(self) -> dict[str, Any]:
+        scopes = [scope for resource in self.resources for scope in resource.scope_metrics]
+        return {metric.name: metric for scope in scopes for metric in scope.metrics}
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[Collector, str]]:
+    """A running collector and its endpoint."""
+    servicer = Collector()
+    server = grpc.server(ThreadPoolExecutor(2))
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"http://127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+def test_collector_gets_the_metrics_that_prometheus_gets(
+    engine: Engine, collector: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    servicer, endpoint = collector
+    export = export_metrics(engine, lambda: {"deadline": 3}, free_port(), endpoint)
+    serve_one_request(engine)
+    scraped = scrape(export.port)
+    export.shutdown()
+    pushed = servicer.metrics()
+
+    assert {name.removesuffix("_total") for name in scraped} == set(pushed)
+    [point] = pushed["agentspec_accepted_tokens"].sum.data_points
+    assert point.as_int == 2
+    labels = {label.key: label.value.string_value for label in point.attributes}
+    assert labels.items() >= {"namespace": "default", "workflow": "w", "stage": "s"}.items()
+    resource = {label.key: label.value.string_value for label in servicer.resources[0].resource.attributes}
+    assert resource["service.name"] == "agentspec"
+    assert resource["service.instance.id"]
+
+
+def test_collector_alone_needs_no_port(engine: Engine, collector: tuple[Collector, str]) -> None:
+    servicer, endpoint = collector
+    export = export_metrics(engine, dict, 0, endpoint)
+    export.shutdown()
+
+    assert export.port == 0
+    assert "agentspec_open_requests" in servicer.metrics()
+
+
+def test_dead_collector_delays_the_shutdown_by_seconds_at_most(engine: Engine) -> None:
+    export = export_metrics(engine, dict, 0, f"http://127.0.0.1:{free_port()}")
+    started = time.monotonic()
+    export.shutdown()
+
+    assert time.monotonic() - started < 5

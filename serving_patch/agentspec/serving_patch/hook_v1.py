@@ -23,7 +23,7 @@ from agentspec.sidecar.grammar_store import GrammarStore, server_grammars
 from agentspec.sidecar.grammars import preset_name
 from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, read_options
 from agentspec.sidecar.tags import UNTAGGED, Tags, TagsError, decode_tags
-from agentspec.sidecar.telemetry import MetricsServer, serve_metrics
+from agentspec.sidecar.telemetry import MetricsExport, export_metrics
 
 from .client import DraftClient, EmbeddedClient, Fallbacks, GuardedClient
 from .compat import fix_sampling, probe, read_grammar, read_vocabulary, skip_rejection_without_drafts
@@ -92,7 +92,7 @@ class AgentSpecScheduler(Scheduler):
         self._fallbacks = Fallbacks()
         self._vocab_size = int(self.vllm_config.model_config.get_vocab_size())
         self._grammar = read_grammar(self.vllm_config.model_config)
-        self._metrics: MetricsServer | None = None
+        self._metrics: MetricsExport | None = None
         self._engine: Engine | None = None
         self._budget = self._make_budget()
         self._cost_model_file = CostModelFile(self._options.cost_model_file, _machine(self.vllm_config))
@@ -205,9 +205,11 @@ class AgentSpecScheduler(Scheduler):
         )
         self._engine = engine
         self._cost_model_file.load(engine)
-        if self._options.metrics_port > 0:
-            port = self._options.metrics_port + self.parallel_config.data_parallel_index
-            self._metrics = serve_metrics(engine, self._fallbacks.counts, port)
+        port = self._options.metrics_port
+        if port:
+            port += self.parallel_config.data_parallel_index
+        if port or self._options.otlp_endpoint:
+            self._metrics = export_metrics(engine, self._fallbacks.counts, port, self._options.otlp_endpoint)
         grammars = GrammarStore(engine, server_grammars(self._options))
         return EmbeddedClient(engine, grammars=grammars, fallbacks=self._fallbacks)
 
@@ -222,7 +224,7 @@ class AgentSpecScheduler(Scheduler):
     def _log_start(self) -> None:
         logger.info(
             "agentspec: hook=v1 mode=embedded policy=%s K=%d arithmetic_intensity=%.0f deadline_ms=%g namespace=%s "
-            "isolation=%s grammar=%s metrics_port=%s",
+            "isolation=%s grammar=%s metrics_port=%s otlp_endpoint=%s",
             self._options.policy,
             self._max_draft_tokens,
             self._budget.arithmetic_intensity or DEFAULT_INTENSITY,
@@ -230,7 +232,8 @@ class AgentSpecScheduler(Scheduler):
             self._options.namespace,
             self._options.isolation,
             preset_name(self._grammar),
-            "off" if self._metrics is None else self._metrics.port,
+            (self._metrics and self._metrics.port) or "off",
+            self._options.otlp_endpoint or "off",
         )
 
     def _find_row(self, request: Any) -> _Row | None:

@@ -14,6 +14,7 @@ from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS, TTL_S
 
 ENV_PREFIX = "AGENTSPEC_"
 ADDITIONAL_CONFIG_KEY = "agentspec"
+OTLP_ENDPOINT = r"^https?://[^/\s]{1,1000}/?$"
 NAMESPACE_PATTERN = r"^[\w.\-]+$"
 
 
@@ -38,6 +39,7 @@ class Options(BaseModel):
         isolation: `soft` weighs the block path in the vote, `strict` walls blocks off from each other.
         grammars_dir: folder of block grammars, ``<id>.json`` each, that requests may name in their tags.
         metrics_port: Prometheus metrics of the engine, plus the data-parallel rank; 0 switches them off.
+        otlp_endpoint: gRPC port of an OpenTelemetry collector that gets the same metrics, as ``http://host:4317``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +55,7 @@ class Options(BaseModel):
     isolation: Literal["soft", "strict"] = "soft"
     grammars_dir: Path | None = None
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 9464
+    otlp_endpoint: Annotated[str, Field(pattern=OTLP_ENDPOINT)] | None = None
 
 
 def read_options(config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Options:

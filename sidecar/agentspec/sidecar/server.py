@@ -23,7 +23,7 @@ from agentspec.sidecar.rpc import Calls
 from agentspec.sidecar.served_models import ServedModels
 from agentspec.sidecar.server_options import ServerOptions
 from agentspec.sidecar.socket_file import socket_umask
-from agentspec.sidecar.telemetry import serve_metrics
+from agentspec.sidecar.telemetry import export_metrics
 from agentspec.sidecar.tls import Certificates
 
 log = structlog.get_logger()
@@ -66,7 +66,7 @@ class DraftServer:
                 _bind("socket", f"unix:{socket}", grpc_server.add_insecure_port)
             tcp_port = self._bind_tcp(grpc_server)
             health_server, health_port = self._health_server()
-            self._serve_metrics(stack)
+            self._export_metrics(stack)
             for service in ("", DRAFT_SERVICE):
                 await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
             await grpc_server.start()
@@ -119,12 +119,11 @@ class DraftServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server, _bind("health_port", f"[::]:{self._options.health_port}", server.add_insecure_port)
 
-    def _serve_metrics(self, stack: contextlib.AsyncExitStack) -> None:
-        if not self._options.metrics_port:
-            return
-        metrics = serve_metrics(self.models, self.models.fallbacks, self._options.metrics_port)
-        if metrics is not None:
-            stack.callback(metrics.shutdown)
+    def _export_metrics(self, stack: contextlib.AsyncExitStack) -> None:
+        port, endpoint = self._options.metrics_port, self._options.otlp_endpoint
+        if port or endpoint:
+            export = export_metrics(self.models, self.models.fallbacks, port, endpoint)
+            stack.callback(export.shutdown)
 
 
 # Two servers must not share a port; a client that hangs or whose machine is gone is noticed within 40 s.

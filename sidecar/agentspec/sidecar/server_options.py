@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS
-from agentspec.sidecar.options import NAMESPACE_PATTERN, OptionsError
+from agentspec.sidecar.options import NAMESPACE_PATTERN, OTLP_ENDPOINT, OptionsError
 
 DISTRIBUTION = "agentspec-serving"
 MIB = 1 << 20
@@ -86,6 +86,11 @@ class ServerOptions(BaseModel):
     )
     health_port: _Port = Field(0, description="TCP port that answers gRPC health checks and nothing else; 0: none.")
     metrics_port: _Port = Field(9460, description="TCP port of Prometheus metrics; 0: none.")
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=OTLP_ENDPOINT,
+        description="gRPC port of an OpenTelemetry collector that gets the same metrics: http://HOST:4317.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level of a log line.")
 
     @model_validator(mode="after")

@@ -1,9 +1,11 @@
-"""Prometheus metrics of one draft engine, fed from its own counts when somebody asks: the hot path never sees them."""
+"""Metrics of one draft engine, for Prometheus and by OTLP, read from its own counts: the hot path never sees them."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from wsgiref.simple_server import WSGIServer
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from agentspec.sidecar.engine import BlockStats
@@ -21,6 +25,7 @@ from agentspec.sidecar.engine import BlockStats
 logger = logging.getLogger("vllm.agentspec")
 
 METER_NAME = "agentspec"
+SHUTDOWN_MS = 2000
 
 BLOCK_COUNTERS = {
     "agentspec_steps": ("num_steps", "Verification steps of one request (request-steps)."),
@@ -57,45 +62,87 @@ class MeasuredEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsServer:
-    """A running HTTP endpoint; its owner calls `shutdown`.
+class MetricsExport:
+    """Metrics on their way out of this process; its owner calls `shutdown`.
 
     Attributes:
-        port: where it listens.
+        port: where Prometheus finds them; 0: nowhere.
+        provider: collects them.
+        server: serves them on the port.
+        thread: of the server.
     """
 
     port: int
     provider: MeterProvider
-    server: WSGIServer
-    thread: threading.Thread
+    server: WSGIServer | None = None
+    thread: threading.Thread | None = None
 
     def shutdown(self) -> None:
-        """Close the port and join the thread."""
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
-        self.provider.shutdown()
+        """Send what is left, wait for a dead collector no longer than two seconds, close the port."""
+        if self.server is not None and self.thread is not None:
+            self.server.shutdown()
+            self.server.server_close()
+            self.thread.join()
+        self.provider.shutdown(timeout_millis=SHUTDOWN_MS)
 
 
-def make_registry(
-    engine: MeasuredEngine, fallbacks: Callable[[], Mapping[str, int]]
-) -> tuple[CollectorRegistry, MeterProvider]:
-    """Tie an engine's counts to a Prometheus registry.
+def export_metrics(
+    engine: MeasuredEngine, fallbacks: Callable[[], Mapping[str, int]], port: int, otlp_endpoint: str | None = None
+) -> MetricsExport:
+    """Serve the metrics of an engine to Prometheus, send them to an OpenTelemetry collector, or both.
 
     Args:
-        engine: asked at each scrape.
+        engine: asked at each scrape and before each message, on a thread of its own.
         fallbacks: counts by reason why a step got no drafts.
-
-    Returns:
-        The registry to serve, and the meter provider to shut down with it.
+        port: 1 to 65535; 0: Prometheus finds nothing. One that cannot be had is warned of and passed over: drafting
+            goes on without metrics.
+        otlp_endpoint: URL of the collector's gRPC port. Every `OTEL_EXPORTER_OTLP_*` variable counts, and
+            `OTEL_METRIC_EXPORT_INTERVAL` (milliseconds, default 60,000).
     """
+    readers: list[MetricReader] = []
+    registry: CollectorRegistry | None = None
+    if port:
+        registry, reader = _prometheus_reader()
+        readers.append(reader)
+    if otlp_endpoint:
+        readers.append(_otlp_reader(otlp_endpoint))
+    provider = MeterProvider(readers, resource=_resource(), shutdown_on_exit=False)
+    _register(provider, engine, fallbacks)
+    if registry is None:
+        return MetricsExport(0, provider)
+    try:
+        server, thread = start_http_server(port, registry=registry)
+    except (OSError, OverflowError) as error:
+        logger.warning("agentspec: no metrics on port %d (%s); set the option metrics_port, 0 is off", port, error)
+        return MetricsExport(0, provider)
+    return MetricsExport(port, provider, server, thread)
+
+
+def _prometheus_reader() -> tuple[CollectorRegistry, MetricReader]:
     if "registry" in inspect.signature(PrometheusMetricReader).parameters:
         registry = CollectorRegistry()
-        reader = PrometheusMetricReader(disable_target_info=True, scope_info_enabled=False, registry=registry)
-    else:  # exporters before 0.64 know only the process-wide registry, and no scope labels
-        registry = REGISTRY
-        reader = PrometheusMetricReader(disable_target_info=True)
-    provider = MeterProvider([reader], shutdown_on_exit=False)
+        return registry, PrometheusMetricReader(disable_target_info=True, scope_info_enabled=False, registry=registry)
+    # Exporters before 0.64 know only the process-wide registry, and no scope labels.
+    return REGISTRY, PrometheusMetricReader(disable_target_info=True)
+
+
+def _otlp_reader(endpoint: str) -> MetricReader:
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (  # noqa: PLC0415  # imports grpc, 0.2 s
+        OTLPMetricExporter,
+    )
+
+    return PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint))
+
+
+def _resource() -> Resource:
+    """Who sends: one engine process, so that the collector keeps the counts of several apart."""
+    attributes = {"service.instance.id": f"{socket.gethostname()}:{os.getpid()}"}
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        attributes["service.name"] = METER_NAME
+    return Resource.create(attributes)
+
+
+def _register(provider: MeterProvider, engine: MeasuredEngine, fallbacks: Callable[[], Mapping[str, int]]) -> None:
     meter = provider.get_meter(METER_NAME)
     for metric, (field, description) in BLOCK_COUNTERS.items():
         meter.create_observable_counter(metric, [_observe_blocks(engine, field)], description=description)
@@ -118,30 +165,6 @@ def make_registry(
     }
     for metric, (read, description) in gauges.items():
         meter.create_observable_gauge(metric, [_observe_one(read)], description=description)
-    return registry, provider
-
-
-def serve_metrics(
-    engine: MeasuredEngine, fallbacks: Callable[[], Mapping[str, int]], port: int
-) -> MetricsServer | None:
-    """Serve the metrics over HTTP on a thread of this process.
-
-    Args:
-        engine: see `make_registry`.
-        fallbacks: see `make_registry`.
-        port: 1 to 65535.
-
-    Returns:
-        The running server; None, after one warning, when the port cannot be had: drafting goes on without metrics.
-    """
-    registry, provider = make_registry(engine, fallbacks)
-    try:
-        server, thread = start_http_server(port, registry=registry)
-    except (OSError, OverflowError) as error:
-        logger.warning("agentspec: no metrics on port %d (%s); set the option metrics_port, 0 is off", port, error)
-        provider.shutdown()
-        return None
-    return MetricsServer(port, provider, server, thread)
 
 
 def _observe_blocks(engine: MeasuredEngine, field: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
