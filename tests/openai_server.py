@@ -103,7 +103,9 @@ def _example(schema: Body) -> str:
 
 
 def _value(spec: Body) -> Any:
-    return spec["enum"][0] if "enum" in spec else 1 if spec.get("type") == "integer" else "x"
+    if "enum" in spec:
+        return spec["enum"][0]
+    return {"integer": 1, "array": []}.get(spec.get("type", ""), "x")
 
 
 def _called_tool(body: Body) -> Body | None:

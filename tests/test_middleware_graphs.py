@@ -2,119 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-import operator
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
-from langchain.agents import create_agent
-from langchain.agents.middleware import SummarizationMiddleware
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import BaseMessage
 from langchain_core.runnables import RunnableConfig
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint, task
-from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.graph import END, START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
-from langgraph.prebuilt import ToolNode
 from langgraph.pregel import Pregel
 from langgraph.types import Command, RetryPolicy, Send, interrupt
-from pydantic import BaseModel
-from tests.openai_server import Body, OpenAIServer, running_server
-from typing_extensions import TypedDict
+from tests.middleware_app import App, State, asking, asking_async, asking_graph, chain_of, model, running_app
 
 from agentspec.middleware import AgentSpecMiddleware, stage
-from agentspec.sidecar.tags import Tags
-
-Graph = CompiledStateGraph[Any, Any, Any, Any]
-
-
-class State(TypedDict, total=False):
-    q: str
-    out: Annotated[list[str], operator.add]
-
-
-class Plan(BaseModel):
-    """A plan."""
-
-    title: str
-    n: int
-
-
-@dataclass
-class App:
-    """A server, a model that asks it, and the middleware under test."""
-
-    server: OpenAIServer
-    llm: ChatOpenAI
-    spec: AgentSpecMiddleware
-    runner: asyncio.Runner
-
-    @property
-    def bodies(self) -> list[Body]:
-        return self.server.bodies
-
-    @property
-    def tags(self) -> list[Tags]:
-        return self.server.tags
-
-    @property
-    def stages(self) -> list[str]:
-        return [tags.stage for tags in self.tags]
-
-    def run(self, *nodes: tuple[str, Any]) -> None:
-        self.spec.wrap(chain_of(*nodes)).invoke({"q": "hi"})
 
 
 @pytest.fixture(scope="module")
 def module_app() -> Iterator[App]:
-    # One event loop for all: langchain-openai keeps its async HTTP client for the whole process.
-    with running_server() as server, asyncio.Runner() as runner:
-        yield App(server, model(server), AgentSpecMiddleware(workflow_id="wf"), runner)
+    with running_app() as app:
+        yield app
 
 
 @pytest.fixture
 def app(module_app: App) -> App:
     module_app.server.clear()
     return module_app
-
-
-def model(server: OpenAIServer, **options: Any) -> ChatOpenAI:
-    return ChatOpenAI(model="m", base_url=server.url, api_key="x", **options)  # type: ignore[arg-type]  # SecretStr
-
-
-def chain_of(*nodes: tuple[str, Any], **compile_options: Any) -> Graph:
-    builder = StateGraph(State)
-    for name, node in nodes:
-        builder.add_node(name, node)
-    for previous, (name, _) in zip([START, *(name for name, _ in nodes)], nodes, strict=False):
-        builder.add_edge(previous, name)
-    return builder.compile(**compile_options)
-
-
-def asking(llm: ChatOpenAI) -> Any:
-    def node(state: State) -> State:
-        llm.invoke([SystemMessage("You help."), HumanMessage(state["q"])])
-        return {"out": ["done"]}
-
-    return node
-
-
-def asking_graph(app: App) -> Graph:
-    return chain_of(("a", asking(app.llm)))
-
-
-def asking_async(llm: ChatOpenAI) -> Any:
-    async def node(state: State) -> State:
-        await llm.ainvoke(state["q"])
-        return {"out": ["done"]}
-
-    return node
 
 
 # --- plain graphs
@@ -324,111 +240,6 @@ def test_runs_of_a_named_batch_share_its_id(app: App) -> None:
 
     assert batch_id == "nightly-7"
     assert [tags.batch_id for tags in app.tags] == ["nightly-7"] * 3 + [""]
-
-
-# --- agents and tools
-
-
-@tool
-def lookup(x: str) -> str:
-    """Look something up."""
-    return "found " + x
-
-
-def test_an_agent_loop_is_tagged(app: App) -> None:
-    agent = app.spec.wrap(create_agent(app.llm, [lookup], system_prompt="Be terse.", name="helper"))
-    agent.invoke({"messages": [HumanMessage("hi")]})
-
-    assert [(tags.stage, tags.iteration, tags.agent_id) for tags in app.tags] == [
-        ("model", 1, "helper"),
-        ("model", 2, "helper"),
-    ]
-    assert [tags.tools for tags in app.tags] == [["lookup"]] * 2
-    assert len({tags.toolset for tags in app.tags}) == len({tags.prompt_version for tags in app.tags}) == 1
-
-
-def test_an_llm_call_inside_a_tool_is_named_after_the_tool(app: App) -> None:
-    def tool_asking(name: str) -> Any:
-        @tool(name)
-        def ask(x: str) -> str:
-            """Ask the model."""
-            return str(app.llm.invoke(f"{name} {x}").content)
-
-        return ask
-
-    calls = [{"name": name, "args": {"x": "q"}, "id": f"{name}-{i}"} for i in range(3) for name in ("one", "two")]
-    builder = StateGraph(MessagesState)
-    builder.add_node("choose", lambda _: {"messages": [AIMessage("", tool_calls=calls)]})
-    builder.add_node("tools", ToolNode([tool_asking("one"), tool_asking("two")]))
-    builder.add_edge(START, "choose")
-    builder.add_edge("choose", "tools")
-    app.spec.wrap(builder.compile()).invoke({"messages": [HumanMessage("hi")]})
-
-    pairs = zip(app.bodies, app.tags, strict=True)
-    assert sorted((body["messages"][0]["content"].split()[0], tags.stage) for body, tags in pairs) == [
-        *[("one", "tools/tool:one")] * 3,
-        *[("two", "tools/tool:two")] * 3,
-    ]
-
-
-def test_calls_of_built_in_middlewares_are_stages_of_their_own(app: App) -> None:
-    summary = SummarizationMiddleware(model=app.llm, trigger=("messages", 3), keep=("messages", 1))
-    agent = app.spec.wrap(create_agent(app.llm, [], middleware=[summary]))
-    agent.invoke(
-        {"messages": [HumanMessage("a"), AIMessage("b"), HumanMessage("c"), AIMessage("d"), HumanMessage("e")]}
-    )
-
-    assert app.stages == ["SummarizationMiddleware.before_model/@summarization", "model"]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_as_agent_middleware_the_model_calls_are_tagged(app: App, is_async: bool) -> None:
-    spec = AgentSpecMiddleware(workflow_id="wf", agent_id="helper")
-    agent = create_agent(app.llm, [lookup], system_prompt="Be terse.", middleware=[spec])
-    inputs: Any = {"messages": [HumanMessage("hi", id="question-1")]}
-    if is_async:
-        app.runner.run(agent.ainvoke(inputs))
-    else:
-        agent.invoke(inputs)
-
-    assert [(tags.stage, tags.iteration, tags.agent_id, tags.query_id) for tags in app.tags] == [
-        ("model", 1, "helper", "question-1"),
-        ("model", 2, "helper", "question-1"),
-    ]
-
-
-def test_an_agents_own_middleware_gives_its_role_inside_a_wrapped_graph(app: App) -> None:
-    agent = create_agent(app.llm, [], middleware=[AgentSpecMiddleware(workflow_id="inner", agent_id="researcher")])
-    graph = chain_of(("research", lambda state: agent.invoke({"messages": [HumanMessage(state["q"])]}) and {}))
-    AgentSpecMiddleware(workflow_id="outer").wrap(graph).invoke({"q": "hi"})
-
-    assert [(tags.workflow_id, tags.agent_id, tags.stage) for tags in app.tags] == [
-        ("outer", "researcher", "research/model")
-    ]
-
-
-def test_the_request_that_an_agent_middleware_sees_is_not_touched(app: App) -> None:
-    create_agent(app.llm, [lookup]).invoke({"messages": [HumanMessage("hi")]})
-    create_agent(app.llm, [lookup], middleware=[AgentSpecMiddleware()]).invoke({"messages": [HumanMessage("hi")]})
-    plain, tagged = app.bodies[0], app.bodies[2]
-
-    assert {key: value for key, value in tagged.items() if key != "vllm_xargs"} == plain
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_starts_in_its_block(app: App, method: Any) -> None:
-    planner = app.llm.with_structured_output(Plan, method=method)
-    results: list[Any] = []
-
-    def node(state: State) -> State:
-        results.append(planner.invoke(state["q"]))
-        return {}
-
-    app.run(("plan", node))
-
-    assert results == [Plan(title="x", n=1)]
-    assert [tags.block for tags in app.tags] == ["tool_call/Plan"]
-    assert app.tags[0].schema_id.startswith("Plan:")
 
 
 # --- streaming
