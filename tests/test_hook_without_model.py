@@ -52,9 +52,11 @@ def scheduler(require_vllm: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     from agentspec.serving_patch import hook_v1  # noqa: PLC0415  # imports vLLM
 
     config = SimpleNamespace(
-        additional_config={"agentspec": {"metrics_port": 0}},
-        model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB_SIZE),
+        additional_config={"agentspec": {"metrics_port": 0, "arithmetic_intensity": 206}},
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB_SIZE, model="none", dtype="none"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         device_config=SimpleNamespace(device_type="cuda"),
+        compilation_config=SimpleNamespace(cudagraph_mode=None, cudagraph_capture_sizes=[]),
     )
     state = {
         "vllm_config": config,
