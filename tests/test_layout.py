@@ -91,6 +91,7 @@ CORE_ORDER = (
         "context_hash",
         "context_index",
         "history",
+        "history_account",
         "history_table",
     ),
     *("calibration", "drafter", "cost_model", "budget", "budget_planner", "request"),

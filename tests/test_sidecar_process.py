@@ -126,6 +126,9 @@ def test_checking_a_configuration_prints_it_and_starts_nothing(tmp_path: Path) -
     ("flags", "environment", "option"),
     [
         (["--history-bytes", "many"], {}, "history_bytes"),
+        (["--history-bytes", "0"], {}, "history_bytes"),
+        (["--namespace-bytes", "2GiB"], {}, "namespace_bytes"),
+        (["--stored-tokens-per-s", "0"], {}, "stored_tokens_per_s"),
         (["--num-speculative-tokens", "65"], {}, "num_speculative_tokens"),
         ([], {"AGENTSPEC_METRICS_PORT": "http"}, "metrics_port"),
         (["--tcp", "0.0.0.0:50051"], {}, "tls_cert"),

@@ -31,6 +31,7 @@ COUNTERS = [
 GAUGES = ["agentspec_history_tokens", "agentspec_history_bytes", "agentspec_open_requests"]
 FALLBACKS = "agentspec_fallbacks_total"
 RECOVERIES = "agentspec_block_recoveries_total"
+DROPPED = "agentspec_history_dropped_tokens_total"
 
 
 def free_port() -> int:
@@ -85,7 +86,7 @@ def serve_one_request(engine: Engine, *, is_closed: bool = True) -> None:
 def test_exported_names_are_those_of_the_readme(engine: Engine, server: MetricsExport) -> None:
     serve_one_request(engine)
 
-    assert sorted(scrape(server.port)) == sorted([*COUNTERS, *GAUGES, FALLBACKS, RECOVERIES])
+    assert sorted(scrape(server.port)) == sorted([*COUNTERS, *GAUGES, FALLBACKS, RECOVERIES, DROPPED])
 
 
 def test_counts_carry_namespace_workflow_stage_and_block(engine: Engine, server: MetricsExport) -> None:
@@ -127,6 +128,7 @@ def test_markers_that_fit_no_open_block_are_counted() -> None:
     server.shutdown()
 
     assert samples[RECOVERIES] == [({}, float(engine.num_recoveries()))]
+    assert samples[DROPPED] == [({}, float(engine.num_dropped_tokens()))]
     assert engine.num_recoveries() > 0
 
 

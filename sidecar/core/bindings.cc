@@ -80,11 +80,12 @@ agentspec::StepShape Shape(const Timing& timing) {
 
 void Construct(agentspec::Engine* engine, const nb::bytes& vocabulary, const ArrayIn<int64_t>& offsets,
                const std::vector<Rule>& rules, const Markers& answer_starts, int num_speculative_tokens,
-               size_t history_bytes, size_t max_histories, double ttl_s, bool is_strict, float min_survival,
-               bool has_own, bool has_block_starts, bool has_calibration, bool has_prior, const Budget& budget) {
+               size_t history_bytes, size_t namespace_bytes, size_t max_histories, double ttl_s, double tokens_per_s,
+               bool is_strict, float min_survival, bool has_own, bool has_block_starts, bool has_calibration,
+               bool has_prior, const Budget& budget) {
   agentspec::EngineOptions options;
   options.num_speculative_tokens = num_speculative_tokens;
-  options.limits = {history_bytes, max_histories, ttl_s};
+  options.limits = {history_bytes, namespace_bytes, max_histories, ttl_s, tokens_per_s};
   options.is_strict = is_strict;
   options.budget = BuildBudget(budget);
   options.budget.min_survival = min_survival;
@@ -238,8 +239,9 @@ NB_MODULE(_core, module) {
   nb::exception<agentspec::ArchiveError>(module, "ArchiveError", PyExc_ValueError);
   nb::class_<Engine>(module, "Engine")
       .def("__init__", &Construct, "vocabulary"_a, "offsets"_a, "rules"_a, "answer_starts"_a,
-           "num_speculative_tokens"_a, "history_bytes"_a, "max_histories"_a, "ttl_s"_a, "is_strict"_a, "min_survival"_a,
-           "has_own"_a, "has_block_starts"_a, "has_calibration"_a, "has_prior"_a, "budget"_a)
+           "num_speculative_tokens"_a, "history_bytes"_a, "namespace_bytes"_a, "max_histories"_a, "ttl_s"_a,
+           "tokens_per_s"_a, "is_strict"_a, "min_survival"_a, "has_own"_a, "has_block_starts"_a, "has_calibration"_a,
+           "has_prior"_a, "budget"_a)
       .def("open", &Open, "handle"_a, "tokens"_a.noconvert(), "history_namespace"_a, "workflow_id"_a, "stage"_a,
            "grammar_id"_a, "start_block"_a, "is_structured"_a, "forced_tool"_a, "max_draft_tokens"_a, "is_recorded"_a,
            "is_reader"_a, "is_greedy"_a)
@@ -312,6 +314,7 @@ NB_MODULE(_core, module) {
       .def("stats", &Stats)
       .def("num_open_requests", &Engine::NumOpenRequests, Unlocked())
       .def("memory_bytes", &Engine::MemoryBytes, Unlocked())
+      .def("num_dropped_tokens", &Engine::NumDroppedTokens, Unlocked())
       .def("num_history_tokens", &Engine::NumHistoryTokens, Unlocked())
       .def("check_integrity", &Engine::CheckIntegrity, Unlocked());
 }

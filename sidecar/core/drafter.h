@@ -74,7 +74,7 @@ class Drafter {
     bool is_own;
     Label label;  // of the continuation's first token
   };
-  static constexpr int kMaxCandidates = 64;
+  static constexpr int kMaxCandidates = 96;  // of five indexes
 
   void Add(const Query& query, Position position);
   // To the next token past block starts; false when there is none.

@@ -30,7 +30,7 @@ struct Engine::Group {
   };
   std::array<Member, kGroupSize> members;
   size_t num_members = 0;
-  std::array<Query, kGroupSize * 3> queries;  // own, current and previous generation
+  std::array<Query, kGroupSize * 5> queries;  // own, two generations of a shared and of a private history
   size_t num_queries = 0;
 };
 
@@ -65,13 +65,17 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
   request->IndexPrompt(prompt.last(std::min(prompt.size(), kMaxPromptTokens)));
   lock.lock();
   ++clock_;
-  histories_.ForgetExpired(clock_, Clock::now());
-  request->history = options.is_reader ? histories_.Find(options.history_namespace, options.stage, clock_) : nullptr;
+  histories_.Tick(clock_, Clock::now());
+  if (options.is_reader) {
+    request->history = histories_.Find(options.history_namespace, options.stage);
+    request->private_history =
+        histories_.FindExisting(options.history_namespace, options.stage, request->source.workflow);
+  }
   request->calibration = FindCalibration(options);
   auto& slot = requests_[handle];
   if (slot && slot->is_discarded && slot->options.history_namespace == options.history_namespace) {
     request->is_discarded = true;
-    request->history.reset();
+    request->LeaveHistories();
   }
   request->stats = FindStats(*request);
   // A resync hands the same output over once more. Under another history it is another request: there, the pages of its
@@ -80,11 +84,13 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
     request->num_published = slot->num_published;
     request->chain = slot->chain;
     request->source = slot->source;
+    request->is_diverted = slot->is_diverted;
+    if (slot->private_history) request->private_history = slot->private_history;
   }
   if (!options_.is_strict) request->PushPromptTail(prompt);
   request->StartBlock(options_.has_block_starts);
   slot.swap(request);
-  if (request) request->history.reset();
+  if (request) request->LeaveHistories();
   lock.unlock();  // the request before it is taken down without it
 }
 
@@ -168,6 +174,7 @@ StepOutput Engine::Step(const StepInput& input) {
   std::lock_guard lock(mutex_);
   --num_waiting_steps_;
   ++clock_;
+  histories_.Tick(clock_, now);
   std::vector<Request*> rows = FindRows(input);
   BudgetPlanner& planner = FindPlanner(input.client_id);
   for (size_t begin = 0; begin < num_rows; begin += kGroupSize) {
@@ -181,7 +188,6 @@ StepOutput Engine::Step(const StepInput& input) {
     }
   }
   histories_.ForgetOldest();
-  histories_.ForgetExpired(clock_, now);
   if (!std::isnan(input.last_duration_ms)) planner.Finish(input.last_step, input.last_duration_ms);
   auto plan = planner.Begin(Describe(input, rows));
   if (plan.is_drafting) {
@@ -257,15 +263,17 @@ void Engine::PrefetchTakeIn(std::span<Request* const> rows) const {
   };
   for_each([](const Request& request) {
     request.own.PrefetchSlots(request.text_contexts);
-    if (!request.is_stored()) return;
-    for (const FiledToken& filed : request.pending) request.history->current()->PrefetchSlots(filed.contexts);
+    if (!request.is_stored() || request.target() == nullptr) return;
+    const ContextIndex* index = request.target()->current();
+    for (const FiledToken& filed : request.pending) index->PrefetchSlots(filed.contexts);
   });
   for_each([](const Request& request) {
     request.own.PrefetchPage(request.own_page);
     request.own.Find(request.text_contexts);
-    if (!request.is_stored()) return;
-    request.history->PrefetchEnd(request.chain);
-    for (const FiledToken& filed : request.pending) request.history->current()->Find(filed.contexts);
+    if (!request.is_stored() || request.target() == nullptr) return;
+    request.target()->PrefetchEnd(request.chain);
+    const ContextIndex* index = request.target()->current();
+    for (const FiledToken& filed : request.pending) index->Find(filed.contexts);
   });
 }
 
@@ -285,10 +293,8 @@ void Engine::Ingest(Request& request, std::span<const Token> tokens, bool is_las
 
 void Engine::Publish(Request& request) {
   if (request.pending.empty() || !request.is_stored()) return;
-  histories_.Store(*request.history, request.chain, request.pending, request.source);
-  request.num_published += static_cast<int64_t>(request.pending.size());
+  StoreOutput(request, request.pending);
   request.pending.clear();
-  request.history->last_used = clock_;
 }
 
 void Engine::DraftRows(const StepInput& input, std::span<Request* const> rows, float min_survival,
@@ -332,17 +338,19 @@ void Engine::AddQueries(Request& request, Group& group) {
     ++member.num_queries;
   };
   if (options_.has_own) add(&request.own, request.text_contexts, request.text, true);
-  if (!request.history) return;
-  request.history->last_used = clock_;
-  add(request.history->current(), request.output_contexts, request.output, false);
-  if (request.history->previous()) add(request.history->previous(), request.output_contexts, request.output, false);
+  for (History* history : {request.history.get(), request.private_history.get()}) {
+    if (history == nullptr) continue;
+    history->last_used = clock_;
+    add(history->current(), request.output_contexts, request.output, false);
+    if (history->previous()) add(history->previous(), request.output_contexts, request.output, false);
+  }
 }
 
 void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std::span<const Token> tail) {
   if (true_length < 0) Refuse("true_length: expected >= 0, got " + std::to_string(true_length));
   CheckTokens(tail, "tail", handle);
   std::unique_lock lock(mutex_);
-  ++clock_;
+  histories_.Tick(++clock_, Clock::now());
   auto found = requests_.find(handle);
   if (found == requests_.end() || found->second->is_closing) return;
   Request& request = *found->second;
@@ -363,11 +371,12 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
   request.DropAfter(true_length);
   if (reason != FinishReason::kError && !PublishEnd(handle, lock)) return;
   num_recoveries_ += request.tracker.num_recoveries();
-  if (request.history) {
-    request.history->last_used = clock_;
-    request.history->last_used_at = Clock::now();
+  for (History* history : {request.history.get(), request.target()}) {
+    if (history == nullptr) continue;
+    history->last_used = clock_;
+    history->last_used_at = Clock::now();
   }
-  request.history.reset();
+  request.LeaveHistories();
   auto ended = requests_.extract(handle);
   histories_.ForgetOldest();
   lock.unlock();  // the request is taken down without it
@@ -401,9 +410,7 @@ bool Engine::PublishEnd(int64_t handle, std::unique_lock<std::mutex>& lock) {
     }
     auto rest = std::span(request->pending).subspan(begin);
     auto some = rest.first(std::min(rest.size(), kTokensAtOnce));
-    histories_.Store(*request->history, request->chain, some, request->source);
-    request->num_published += static_cast<int64_t>(some.size());
-    request->history->last_used = clock_;
+    StoreOutput(*request, some);
   }
   return true;
 }
@@ -451,7 +458,7 @@ size_t Engine::DeleteNamespace(const std::string& history_namespace) {
   for (auto& [handle, request] : requests_) {
     if (!IsWithinNamespace(request->options.history_namespace, history_namespace)) continue;
     request->is_discarded = true;  // what they still write is not stored either, not even after a resync
-    request->history.reset();
+    request->LeaveHistories();
     request->stats = &discarded_stats_;
   }
   std::erase_if(
@@ -476,6 +483,11 @@ size_t Engine::NumOpenRequests() const {
 size_t Engine::MemoryBytes() const {
   std::lock_guard lock(mutex_);
   return histories_.num_bytes();
+}
+
+uint64_t Engine::NumDroppedTokens() const {
+  std::lock_guard lock(mutex_);
+  return histories_.num_dropped();
 }
 
 size_t Engine::NumHistoryTokens() const {

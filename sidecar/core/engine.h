@@ -127,6 +127,8 @@ class Engine {
   size_t NumOpenRequests() const;
   size_t MemoryBytes() const;
   size_t NumHistoryTokens() const;
+  // Of output that was not stored since the engine started, because a workflow stored too much or there was no room.
+  uint64_t NumDroppedTokens() const;
   void CheckIntegrity() const;
 
  private:
@@ -153,6 +155,8 @@ class Engine {
   void Ingest(Request& request, std::span<const Token> tokens, bool is_last = false);
   // Files what of the request's output is not in the history yet; it can't be taken back.
   void Publish(Request& request);
+  // Stores output in the history of the stage, or in one of the workflow's own when it would crowd others out.
+  void StoreOutput(Request& request, std::span<const FiledToken> tokens);
   // The same, and the intake of its `tail`, piece by piece for a request that ends. False if meanwhile it has ended
   // otherwise.
   bool IngestTail(int64_t handle, std::span<const Token> tail, std::unique_lock<std::mutex>& lock);

@@ -43,7 +43,10 @@ size_t Engine::Import(std::string_view archive) {
   for (const auto& archived : ReadArchive(archive, vocabulary_.fingerprint(), vocabulary_.size())) {
     for (const auto& text : archived.texts) {
       std::lock_guard lock(mutex_);  // of one text, so that steps go on between two
-      auto history = histories_.Find(archived.history_namespace, archived.stage, clock_);
+      histories_.Tick(clock_, Clock::now());
+      auto history = histories_.Find(archived.history_namespace, archived.stage);
+      if (history && histories_.IsCrowding(*history, text.workflow))
+        history = histories_.Find(archived.history_namespace, archived.stage, text.workflow);
       if (!history) continue;
       StoreArchived(*history, text);
       num_tokens += text.tokens.size();
@@ -70,7 +73,22 @@ void Engine::StoreArchived(History& history, const ArchivedText& archived) {
     push(token, label);
   }
   History::Chain chain;
-  histories_.Store(history, chain, tokens, {next_writer_++, archived.workflow});
+  histories_.Append(history, chain, tokens, {next_writer_++, archived.workflow});
+}
+
+void Engine::StoreOutput(Request& request, std::span<const FiledToken> tokens) {
+  uint16_t workflow = request.source.workflow;
+  if (!request.is_diverted && histories_.IsCrowding(*request.history, workflow)) {
+    request.is_diverted = true;
+    request.chain = {};
+  }
+  if (request.is_diverted && !request.private_history)
+    request.private_history = histories_.Find(request.options.history_namespace, request.options.stage, workflow);
+  request.num_published += static_cast<int64_t>(tokens.size());
+  History* target = request.target();
+  if (target == nullptr) return histories_.Drop(tokens.size());
+  histories_.Store(*target, request.chain, tokens, request.source);
+  target->last_used = clock_;
 }
 
 size_t Engine::ForgetUnused(double max_age_s) {

@@ -66,20 +66,29 @@ struct Request {
   }
   // Drops output that was handed over past its true length: it was provisional, so it has not been published yet.
   void DropAfter(int64_t true_length);
+  // It neither reads nor writes any any more.
+  void LeaveHistories() {
+    history.reset();
+    private_history.reset();
+  }
   // Learns from the shadow draft what the next output token says of it.
   void CompareShadow(Token token);
   // Of the first tokens of its draft, as survival promises.
   double ExpectedTokens(int64_t num_draft_tokens) const;
   bool is_stored() const { return history != nullptr && options.is_recorded; }
+  // Where its output goes; nullptr: there was no room.
+  History* target() const { return is_diverted ? private_history.get() : history.get(); }
   void PushOutput(Token token, Label label);
 
   // What every step reads comes first.
-  uint64_t last_step = 0;     // clock of the engine at its last step
-  int64_t num_output = 0;     // output tokens taken in
-  int64_t num_logged = 0;     // the same with the prompt's tail and block starts
-  int64_t num_published = 0;  // of them, those that entered the history; stays through a resync
-  std::shared_ptr<History> history;
-  History::Chain chain;
+  uint64_t last_step = 0;                    // clock of the engine at its last step
+  int64_t num_output = 0;                    // output tokens taken in
+  int64_t num_logged = 0;                    // the same with the prompt's tail and block starts
+  int64_t num_published = 0;                 // of them, those that entered the history; stays through a resync
+  std::shared_ptr<History> history;          // of its stage
+  std::shared_ptr<History> private_history;  // of its stage, its workflow's alone; mostly there is none
+  bool is_diverted = false;                  // it writes the latter
+  History::Chain chain;                      // in the one that it writes
   TextSource source;
   uint32_t own_page = ContextIndex::kNoPage;
   bool is_discarded = false;        // its namespace was deleted since it opened: it stores and counts nothing any more

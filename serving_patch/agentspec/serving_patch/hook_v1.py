@@ -199,7 +199,9 @@ class AgentSpecScheduler(Scheduler):
             self._grammar,
             num_speculative_tokens=self._max_draft_tokens,
             history_bytes=self._options.history_bytes,
+            namespace_bytes=self._options.namespace_bytes,
             ttl_s=self._options.ttl_s,
+            stored_tokens_per_s=self._options.stored_tokens_per_s,
             is_strict=self._options.isolation == "strict",
             budget=self._budget,
         )

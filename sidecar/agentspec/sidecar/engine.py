@@ -7,6 +7,7 @@ batch and gets `StepDrafts` back. Both are struct of arrays: no Python object pe
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -261,9 +262,13 @@ class Engine:
         vocabulary: the bytes of each token id, in order; special tokens as their text. Markers are found in them.
         grammar: which markers open and close semantic blocks.
         num_speculative_tokens: longest draft of a row, 1 to 64.
-        history_bytes: memory of all histories together, > 0; what was used least lately is forgotten first.
+        history_bytes: memory of all histories together, > 0; what was used least lately is forgotten first, but of a
+            namespace or a workflow that has more than half of it, its own.
+        namespace_bytes: memory of the histories of one namespace, > 0 and at most `history_bytes`; None: all of it.
         max_histories: histories (pairs of namespace and stage) at one time, > 0; with more, requests go without one.
         ttl_s: seconds, > 0; a history that no request has used for so long is dropped by a later call.
+        stored_tokens_per_s: output tokens, > 0, that one workflow may store per second on average, a second's worth
+            at once; what it writes beyond that is not stored.
         is_strict: draft only from text of the same block path and never across a block's end (the paper's isolation);
             otherwise the block path is a label that weighs in the vote.
         min_survival: draft tokens that would survive with less are not verified, in [0, 1]; the policies `goodput`
@@ -282,8 +287,10 @@ class Engine:
         *,
         num_speculative_tokens: int = 16,
         history_bytes: int = 1 << 30,
+        namespace_bytes: int | None = None,
         max_histories: int = MAX_HISTORIES,
         ttl_s: float = TTL_S,
+        stored_tokens_per_s: float = math.inf,
         is_strict: bool = False,
         min_survival: float = MIN_SURVIVAL,
         parts: Parts = ALL_PARTS,
@@ -295,10 +302,14 @@ class Engine:
             raise ValueError(f"num_speculative_tokens: expected 1 to 64, got {num_speculative_tokens}")
         if history_bytes <= 0:
             raise ValueError(f"history_bytes: expected > 0, got {history_bytes}")
+        if namespace_bytes is not None and not 0 < namespace_bytes <= history_bytes:
+            raise ValueError(f"namespace_bytes: expected 1 to history_bytes, {history_bytes}, got {namespace_bytes}")
         if max_histories <= 0:
             raise ValueError(f"max_histories: expected > 0, got {max_histories}")
         if not ttl_s > 0:
             raise ValueError(f"ttl_s: expected > 0, got {ttl_s}")
+        if not stored_tokens_per_s > 0:
+            raise ValueError(f"stored_tokens_per_s: expected > 0, got {stored_tokens_per_s}")
         offsets = np.zeros(len(vocabulary) + 1, np.int64)
         np.cumsum([len(token) for token in vocabulary], out=offsets[1:])
         self._core = _core.Engine(
@@ -308,8 +319,10 @@ class Engine:
             list(grammar.answer_starts),
             num_speculative_tokens,
             history_bytes,
+            history_bytes if namespace_bytes is None else namespace_bytes,
             max_histories,
             ttl_s,
+            stored_tokens_per_s,
             is_strict,
             min_survival,
             parts.own,
@@ -509,6 +522,10 @@ class Engine:
     def memory_bytes(self) -> int:
         """Bytes that all shared histories hold; never above `history_bytes` after a call has returned."""
         return self._core.memory_bytes()
+
+    def num_dropped_tokens(self) -> int:
+        """Output tokens that were not stored: `stored_tokens_per_s` was used up, or there was no room."""
+        return self._core.num_dropped_tokens()
 
     def num_history_tokens(self) -> int:
         """Output tokens that can be drafted from."""

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from agentspec.sidecar.budget import MAX_INTENSITY, Policy
 from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS, TTL_S
 
 ENV_PREFIX = "AGENTSPEC_"
+MAX_HISTORY_BYTES = 1 << 42
+STORED_TOKENS_PER_S = 100_000.0
 ADDITIONAL_CONFIG_KEY = "agentspec"
 OTLP_ENDPOINT = r"^https?://[^/\s]{1,1000}/?$"
 NAMESPACE_PATTERN = r"^[\w.\-]+$"
@@ -34,7 +36,9 @@ class Options(BaseModel):
             budget of a step is this less its decode rows and prefill tokens.
         cost_model_file: where what was learned of step times is kept from one start to the next; default: nowhere.
         deadline_ms: longest wait of a step for its drafts; default 3 on a GPU, 30 on a CPU, whose steps are longer.
-        history_bytes: memory of all histories.
+        history_bytes: memory of all histories, at most 4 TiB.
+        namespace_bytes: memory of the histories of one namespace; default: all of it.
+        stored_tokens_per_s: output tokens that one workflow may store per second, on average.
         ttl_s: a history that no request has used for so many seconds is dropped.
         isolation: `soft` weighs the block path in the vote, `strict` walls blocks off from each other.
         grammars_dir: folder of block grammars, ``<id>.json`` each, that requests may name in their tags.
@@ -50,12 +54,22 @@ class Options(BaseModel):
     arithmetic_intensity: Annotated[float, Field(ge=1, le=MAX_INTENSITY, allow_inf_nan=False)] | None = None
     cost_model_file: Path | None = None
     deadline_ms: Annotated[float, Field(gt=0, le=10_000, allow_inf_nan=False)] | None = None
-    history_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    history_bytes: Annotated[int, Field(ge=1 << 20, le=MAX_HISTORY_BYTES)] = 1 << 30
+    namespace_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
     ttl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = TTL_S
+    stored_tokens_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = STORED_TOKENS_PER_S
     isolation: Literal["soft", "strict"] = "soft"
     grammars_dir: Path | None = None
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 9464
     otlp_endpoint: Annotated[str, Field(pattern=OTLP_ENDPOINT)] | None = None
+
+    @field_validator("namespace_bytes")
+    @classmethod
+    def _check_namespace_bytes(cls, namespace_bytes: int | None, info: ValidationInfo) -> int | None:
+        history_bytes = info.data.get("history_bytes")
+        if namespace_bytes is not None and history_bytes is not None and namespace_bytes > history_bytes:
+            raise ValueError(f"expected at most history_bytes, {history_bytes}")
+        return namespace_bytes
 
 
 def read_options(config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Options:

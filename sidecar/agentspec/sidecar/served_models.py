@@ -216,7 +216,9 @@ class ServedModels:
             vocabulary.grammar(),
             num_speculative_tokens=options.num_speculative_tokens,
             history_bytes=options.history_bytes // options.max_models,
+            namespace_bytes=options.namespace_bytes and options.namespace_bytes // options.max_models,
             ttl_s=options.ttl_s,
+            stored_tokens_per_s=options.stored_tokens_per_s,
             is_strict=options.isolation == "strict",
         )
 
@@ -259,6 +261,10 @@ class ServedModels:
     def memory_bytes(self) -> int:
         """Bytes of all histories."""
         return sum(model.engine.memory_bytes() for model in self.all())
+
+    def num_dropped_tokens(self) -> int:
+        """Output tokens that were not stored."""
+        return sum(model.engine.num_dropped_tokens() for model in self.all())
 
     def num_recoveries(self) -> int:
         """Block markers that did not fit the open blocks."""

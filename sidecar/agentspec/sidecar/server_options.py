@@ -13,7 +13,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS
-from agentspec.sidecar.options import NAMESPACE_PATTERN, OTLP_ENDPOINT, OptionsError
+from agentspec.sidecar.options import (
+    MAX_HISTORY_BYTES,
+    NAMESPACE_PATTERN,
+    OTLP_ENDPOINT,
+    STORED_TOKENS_PER_S,
+    OptionsError,
+)
 
 DISTRIBUTION = "agentspec-serving"
 MIB = 1 << 20
@@ -24,7 +30,7 @@ MAX_MESSAGE_BYTES = 64 * MIB
 _Port = Annotated[int, Field(ge=0, le=65535)]
 _Seconds = Annotated[float, Field(gt=0, le=30 * 86400, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
-_Memory = Annotated[ByteSize, Field(ge=MIB)]
+_Memory = Annotated[ByteSize, Field(ge=MIB, le=MAX_HISTORY_BYTES)]
 
 
 class ServerOptions(BaseModel):
@@ -51,10 +57,17 @@ class ServerOptions(BaseModel):
     history_bytes: _Memory = Field(
         ByteSize(GIB), description="Memory of all histories, split evenly over max_models; bytes, or 4GiB."
     )
+    namespace_bytes: _Memory | None = Field(
+        None, description="Memory of the histories of one namespace, at most history_bytes; default: all of it."
+    )
     request_bytes: _Memory = Field(
         ByteSize(GIB), description="Memory of all open requests; more are refused with RESOURCE_EXHAUSTED."
     )
     ttl_s: _Seconds = Field(86400, description="History that no request has used for so long is forgotten.")
+    stored_tokens_per_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        STORED_TOKENS_PER_S,
+        description="Output tokens that one workflow may store per second on average; what is beyond is not stored.",
+    )
     max_models: Annotated[int, Field(ge=1, le=64)] = Field(
         1, description="Vocabularies at a time; one more makes the server forget the one that is idle longest."
     )
@@ -98,6 +111,10 @@ class ServerOptions(BaseModel):
         size = len(os.fsencode(self.socket.absolute()))
         if size > MAX_SOCKET_PATH:
             raise ValueError(f"socket: expected a path of at most {MAX_SOCKET_PATH} bytes, got {size}")
+        if self.namespace_bytes is not None and self.namespace_bytes > self.history_bytes:
+            raise ValueError(
+                f"namespace_bytes: expected at most history_bytes, {self.history_bytes}, got {self.namespace_bytes}"
+            )
         missing = [name for name in TLS_OPTIONS if getattr(self, name) is None]
         if self.tcp is not None and missing:
             raise ValueError(f"{missing[0]}: tcp needs it")

@@ -56,6 +56,10 @@ class MeasuredEngine(Protocol):
         """Bytes of all histories."""
         ...
 
+    def num_dropped_tokens(self) -> int:
+        """Output tokens that were not stored."""
+        ...
+
     def num_recoveries(self) -> int:
         """Block markers that did not fit the open blocks."""
         ...
@@ -157,6 +161,11 @@ def _register(provider: MeterProvider, engine: MeasuredEngine, fallbacks: Callab
         "agentspec_block_recoveries",
         [_observe_one(engine.num_recoveries)],
         description="Block markers that did not fit the open blocks.",
+    )
+    meter.create_observable_counter(
+        "agentspec_history_dropped_tokens",
+        [_observe_one(engine.num_dropped_tokens)],
+        description="Output tokens that were not stored: their workflow stored too much, or there was no room.",
     )
     gauges = {
         "agentspec_history_tokens": (engine.num_history_tokens, "Output tokens that can be drafted from."),
