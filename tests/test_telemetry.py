@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import io
 import socket
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
@@ -16,8 +19,11 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepRequest
+from agentspec.sidecar.budget import POLICIES
+from agentspec.sidecar.budget_metrics import BUCKET_COUNTERS, BUCKET_SUMS
+from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepRequest, StepTiming
 from agentspec.sidecar.grammars import CHAT
+from agentspec.sidecar.policy_switch import with_policy_switch
 from agentspec.sidecar.tags import Tags
 from agentspec.sidecar.telemetry import MetricsExport, export_metrics
 
@@ -32,6 +38,12 @@ GAUGES = ["agentspec_history_tokens", "agentspec_history_bytes", "agentspec_open
 FALLBACKS = "agentspec_fallbacks_total"
 RECOVERIES = "agentspec_block_recoveries_total"
 DROPPED = "agentspec_history_dropped_tokens_total"
+BUDGET = [
+    *(f"{name}_total" for name in BUCKET_COUNTERS),
+    *BUCKET_SUMS,
+    *("agentspec_step_timings_total", "agentspec_policy", "agentspec_gate_closings_total", "agentspec_closed_gates"),
+    *("agentspec_cost_model_level_seconds", "agentspec_cost_model_error_ratio", "agentspec_survival_trust_ratio"),
+]
 
 
 def free_port() -> int:
@@ -62,7 +74,7 @@ def scrape(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
     return samples
 
 
-def serve_one_request(engine: Engine, *, is_closed: bool = True) -> None:
+def serve_one_request(engine: Engine, *, is_closed: bool = True, timing: StepTiming | None = None) -> None:
     engine.open(1, np.zeros(2, np.int32), Tags(workflow_id="w", stage="s"), Sampling(), namespace="default")
     engine.step(
         StepRequest(
@@ -77,6 +89,7 @@ def serve_one_request(engine: Engine, *, is_closed: bool = True) -> None:
             num_decode_rows=1,
             num_prefill_tokens=0,
             token_budget=0,
+            timing=timing,
         )
     )
     if is_closed:
@@ -86,7 +99,7 @@ def serve_one_request(engine: Engine, *, is_closed: bool = True) -> None:
 def test_exported_names_are_those_of_the_readme(engine: Engine, server: MetricsExport) -> None:
     serve_one_request(engine)
 
-    assert sorted(scrape(server.port)) == sorted([*COUNTERS, *GAUGES, FALLBACKS, RECOVERIES, DROPPED])
+    assert sorted(scrape(server.port)) == sorted([*COUNTERS, *GAUGES, *BUDGET, FALLBACKS, RECOVERIES, DROPPED])
 
 
 def test_counts_carry_namespace_workflow_stage_and_block(engine: Engine, server: MetricsExport) -> None:
@@ -117,6 +130,89 @@ def test_gauges_follow_the_engine(engine: Engine, server: MetricsExport) -> None
 
 def test_fallbacks_are_counted_by_reason(server: MetricsExport) -> None:
     assert scrape(server.port)[FALLBACKS] == [({"reason": "deadline"}, 3.0)]
+
+
+def test_every_metric_has_a_row_in_the_readme(engine: Engine, server: MetricsExport) -> None:
+    serve_one_request(engine)
+    table = (Path(__file__).parent.parent / "README.md").read_text()
+
+    assert [] == [name for name in scrape(server.port) if f"`{name}`" not in table]
+
+
+def test_budget_counts_steps_and_times_by_decode_rows(engine: Engine, server: MetricsExport) -> None:
+    serve_one_request(engine, timing=StepTiming(duration_ms=250.0, num_decode_rows=40))
+    samples = scrape(server.port)
+
+    assert ({"rows": "1"}, 1.0) in samples["agentspec_budget_steps_total"]
+    assert ({"rows": "33-64"}, 0.25) in samples["agentspec_step_seconds_total"]
+    assert [({"result": "used"}, 1.0), ({"result": "refused"}, 0.0)] == samples["agentspec_step_timings_total"]
+
+
+def test_level_of_the_cost_model_is_in_seconds(engine: Engine, server: MetricsExport) -> None:
+    serve_one_request(engine, timing=StepTiming(duration_ms=250.0, num_decode_rows=1))
+    ((_, level),) = scrape(server.port)["agentspec_cost_model_level_seconds"]
+
+    assert level == pytest.approx(0.25, rel=0.1)
+
+
+def test_policy_in_use_is_the_one_that_shows_1(engine: Engine, server: MetricsExport) -> None:
+    engine.set_policy("shadow")
+
+    shown = {labels["policy"]: value for labels, value in scrape(server.port)["agentspec_policy"]}
+
+    assert {policy: float(policy == "shadow") for policy in POLICIES} == shown
+
+
+# --- the admin call ---
+
+
+def call(port: int, method: str, body: bytes | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, "/policy", body)
+    answer = connection.getresponse()
+    text = answer.read().decode().strip()
+    connection.close()
+    return answer.status, text
+
+
+def test_put_switches_the_policy(engine: Engine, server: MetricsExport) -> None:
+    answers = [call(server.port, "PUT", b"shadow"), call(server.port, "GET")]
+
+    assert [(200, "shadow"), (200, "shadow")] == answers
+    assert engine.policy == "shadow"
+
+
+@pytest.mark.parametrize("body", [b"", b"fast", b"off" * 1000, b"\xff\xfe", b"OFF"])
+def test_unknown_policy_is_refused_and_the_known_ones_are_named(
+    engine: Engine, server: MetricsExport, body: bytes
+) -> None:
+    before = engine.policy
+    status, text = call(server.port, "PUT", body)
+
+    assert (400, before) == (status, engine.policy)
+    assert text.startswith("policy: expected one of goodput, redundancy, uniform, fixed, off, shadow as the body, got")
+
+
+def test_only_get_and_put_are_answered(server: MetricsExport) -> None:
+    assert (405, "expected GET or PUT, got POST") == call(server.port, "POST", b"off")
+
+
+def test_policy_is_not_switched_from_another_machine(engine: Engine) -> None:
+    before = engine.policy
+    statuses = []
+    body = io.BytesIO(b"off")
+    app = with_policy_switch(lambda _environ, _start: [b"metrics"], engine)
+
+    def start(status: str, *_: object) -> Callable[[bytes], object]:
+        statuses.append(status)
+        return body.write
+
+    for address in ("10.0.0.7", "::ffff:10.0.0.7", "", "not an address"):
+        environ = {"PATH_INFO": "/policy", "REQUEST_METHOD": "PUT", "REMOTE_ADDR": address}
+        list(app(environ | {"CONTENT_LENGTH": "3", "wsgi.input": body}, start))
+
+    assert ["403 Forbidden"] * 4 == statuses
+    assert engine.policy == before
 
 
 def test_markers_that_fit_no_open_block_are_counted() -> None:

@@ -175,10 +175,12 @@ std::vector<StatsRow> Stats(const agentspec::Engine& engine) {
   return tuples;
 }
 
-// client id, timings taken and refused, gate closings, noise, trust, whether the gate is open; then one tuple a bucket
+// client id, timings taken and refused, gate closings, level_ms, noise, trust, whether the gate is open; then one tuple
+// a bucket
 using BucketRow =
     std::tuple<int64_t, int64_t, int64_t, int64_t, double, int64_t, double, double, double, double, double>;
-using BudgetRow = std::tuple<int64_t, uint64_t, uint64_t, uint64_t, double, double, bool, std::vector<BucketRow>>;
+using BudgetRow =
+    std::tuple<int64_t, uint64_t, uint64_t, uint64_t, double, double, double, bool, std::vector<BucketRow>>;
 
 std::vector<BudgetRow> BudgetStats(const agentspec::Engine& engine) {
   std::vector<agentspec::Engine::ClientBudget> budgets;
@@ -194,7 +196,7 @@ std::vector<BudgetRow> BudgetStats(const agentspec::Engine& engine) {
                            stats.num_expected_tokens, stats.num_accepted_tokens, stats.step_ms, stats.predicted_ms,
                            stats.draft_ms, stats.predicted_saved_ms, stats.saved_ms);
     rows.emplace_back(budget.client_id, budget.num_timings, budget.num_skipped_timings, budget.num_gate_closings,
-                      budget.noise, budget.trust, budget.is_gate_open, std::move(buckets));
+                      budget.level_ms, budget.noise, budget.trust, budget.is_gate_open, std::move(buckets));
   }
   return rows;
 }

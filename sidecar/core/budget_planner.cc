@@ -17,7 +17,7 @@ constexpr int kGateSteps = 20;        // verified drafts before the gate judges
 constexpr int kMinGateLength = 32, kMaxGateLength = 512;
 constexpr double kClockTrust = 0.1;    // a measured step counts as at most so much off the prediction
 constexpr int kIdleSteps = 4;          // drafting for nothing before it backs off
-constexpr double kIdleShare = 0.0005;  // of step time that drafting for nothing may take
+constexpr double kIdleShare = 0.0002;  // of step time that drafting for nothing may take
 constexpr int kMaxSkippedSteps = 32;
 constexpr int kMinPlainProbeSteps = 4;
 constexpr int kMaxPlainProbeSteps = 64;  // between steps without drafts, where the cost model needs them
@@ -26,7 +26,7 @@ constexpr double kPlainProbeDeviation = 0.03;
 // their cost worse than to a share, or than that much of a step, and as long as all probes together lose no more than a
 // share.
 constexpr std::array<size_t, 4> kProbeTokens = {8, 32, 2, 16};  // in turn, to tell a step in cost from a slope
-constexpr double kProbeDeviation = 0.05, kMinProbeDeviation = 0.002, kProbeShare = 0.0004, kMaxProbeCredit = 0.05;
+constexpr double kProbeDeviation = 0.05, kMinProbeDeviation = 0.002, kProbeShare = 0.0002, kMaxProbeCredit = 0.05;
 constexpr double kDraftTimeMemory = 0.95;
 
 }  // namespace

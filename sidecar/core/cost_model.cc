@@ -197,6 +197,8 @@ double CostModel::RatioDeviation(const StepShape& a, const StepShape& b) const {
   return std::sqrt(std::max(0.0, variance));
 }
 
+double CostModel::level_ms() const { return has_level() ? std::exp(log_level_) : 0; }
+
 double CostModel::noise() const { return std::sqrt(noise_variance_); }
 
 std::string CostModel::Save() const {

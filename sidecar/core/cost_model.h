@@ -50,6 +50,8 @@ class CostModel {
   uint64_t num_skipped() const { return num_skipped_; }
   // Whether the last step took a time that the model held for all but impossible.
   bool is_surprised() const { return is_surprised_; }
+  // Time of the shortest step, ms; 0: nothing was measured yet.
+  double level_ms() const;
   // Typical surprise of one step, relative.
   double noise() const;
 

@@ -89,7 +89,7 @@ class Engine {
     int64_t client_id;
     std::array<BudgetStats, BudgetPlanner::kNumBuckets> buckets;
     uint64_t num_timings, num_skipped_timings, num_gate_closings;
-    double noise, trust;
+    double level_ms, noise, trust;
     bool is_gate_open;
   };
   std::vector<ClientBudget> Budgets() const;

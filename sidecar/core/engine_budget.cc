@@ -32,7 +32,8 @@ std::vector<Engine::ClientBudget> Engine::Budgets() const {
   for (const auto& [client_id, planner] : planners_) {
     const CostModel& model = planner.cost_model();
     budgets.push_back({client_id, planner.stats(), model.num_observed(), model.num_skipped(),
-                       planner.num_gate_closings(), model.noise(), planner.trust(), planner.is_gate_open()});
+                       planner.num_gate_closings(), model.level_ms(), model.noise(), planner.trust(),
+                       planner.is_gate_open()});
   }
   return budgets;
 }

@@ -122,6 +122,7 @@ class BudgetStats:
         num_timings: steps that the cost model learned from.
         num_bad_timings: measurements that it refused: no tokens, or a duration that can't be.
         num_gate_closings: how often drafting was stopped because it had made decoding slower.
+        level_ms: time of the shortest step now; 0: nothing was measured yet.
         noise: typical error of one predicted step, as a share.
         trust: accepted tokens per token that survival promised, where that was proven to be below 1.
         is_gate_open: False while drafting is stopped.
@@ -132,6 +133,7 @@ class BudgetStats:
     num_timings: int
     num_bad_timings: int
     num_gate_closings: int
+    level_ms: float
     noise: float
     trust: float
     is_gate_open: bool

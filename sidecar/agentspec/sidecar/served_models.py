@@ -14,6 +14,7 @@ import numpy as np
 import structlog
 
 from agentspec.draft.v1 import draft_pb2
+from agentspec.sidecar.budget import POLICIES, BudgetOptions, BudgetStats, Policy
 from agentspec.sidecar.callers import Caller
 from agentspec.sidecar.engine import BlockStats, Engine, pooled_bytes
 from agentspec.sidecar.grammar_store import GrammarStore
@@ -137,6 +138,7 @@ class ServedModels:
     def __init__(self, options: ServerOptions, grammars: Mapping[str, Grammar]) -> None:
         self.boot_id = secrets.randbits(64) | 1
         self._options = options
+        self._policy: Policy = options.policy
         self._grammars = grammars
         self._by_fingerprint: dict[str, ServedModel] = {}
         self._building = asyncio.Lock()
@@ -192,6 +194,7 @@ class ServedModels:
                 note_fallback=self.note_fallback,
             )
             self._by_fingerprint[model.fingerprint] = model
+            engine.set_policy(self._policy)
             return model
 
     def _make_room(self, caller: Caller) -> None:
@@ -220,6 +223,7 @@ class ServedModels:
             ttl_s=options.ttl_s,
             stored_tokens_per_s=options.stored_tokens_per_s,
             is_strict=options.isolation == "strict",
+            budget=BudgetOptions(self._policy),
         )
 
     def _new_client_id(self) -> int:
@@ -269,6 +273,27 @@ class ServedModels:
     def num_recoveries(self) -> int:
         """Block markers that did not fit the open blocks."""
         return sum(model.engine.num_recoveries() for model in self.all())
+
+    def budget_stats(self) -> list[BudgetStats]:
+        """What the budget of each client did, whatever its model."""
+        return [stats for model in self.all() for stats in model.engine.budget_stats()]
+
+    @property
+    def policy(self) -> Policy:
+        """Which draft tokens are verified."""
+        return self._policy
+
+    def set_policy(self, policy: Policy) -> None:
+        """Verify other draft tokens from the next step on, whatever the model.
+
+        Raises:
+            ValueError: no such policy.
+        """
+        if policy not in POLICIES:
+            raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+        self._policy = policy  # before the loop: a model that is being built takes it when it is registered
+        for model in self.all():
+            model.engine.set_policy(policy)
 
     def num_streams(self) -> int:
         """Clients that are connected by a stream."""

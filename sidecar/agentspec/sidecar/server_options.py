@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
+from agentspec.sidecar.budget import Policy
 from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS
 from agentspec.sidecar.options import (
     MAX_HISTORY_BYTES,
@@ -47,6 +48,9 @@ class ServerOptions(BaseModel):
     )
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = Field(
         16, description="Longest draft of a request, 1 to 64."
+    )
+    policy: Policy = Field(
+        "goodput", description="Which draft tokens are verified; off drafts never, shadow only counts."
     )
     isolation: Literal["soft", "strict"] = Field(
         "soft", description="soft: the block path weighs in the vote; strict: walls blocks off from each other."

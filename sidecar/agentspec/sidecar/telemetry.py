@@ -17,9 +17,12 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
-from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app, start_http_server
 
+from agentspec.sidecar.budget import BudgetStats, Policy
+from agentspec.sidecar.budget_metrics import register_budget
 from agentspec.sidecar.engine import BlockStats
+from agentspec.sidecar.policy_switch import with_policy_switch
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
@@ -64,6 +67,19 @@ class MeasuredEngine(Protocol):
         """Block markers that did not fit the open blocks."""
         ...
 
+    def budget_stats(self) -> Sequence[BudgetStats]:
+        """What the budget of each client did."""
+        ...
+
+    @property
+    def policy(self) -> Policy:
+        """Which draft tokens are verified."""
+        ...
+
+    def set_policy(self, policy: Policy) -> None:
+        """Verify other draft tokens from the next step on; an unknown policy raises ValueError."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class MetricsExport:
@@ -95,6 +111,8 @@ def export_metrics(
 ) -> MetricsExport:
     """Serve the metrics of an engine to Prometheus, send them to an OpenTelemetry collector, or both.
 
+    The port also answers `/policy`, see `with_policy_switch`.
+
     Args:
         engine: asked at each scrape and before each message, on a thread of its own.
         fallbacks: counts by reason why a step got no drafts.
@@ -119,6 +137,7 @@ def export_metrics(
     except (OSError, OverflowError) as error:
         logger.warning("agentspec: no metrics on port %d (%s); set the option metrics_port, 0 is off", port, error)
         return MetricsExport(0, provider)
+    server.set_app(with_policy_switch(make_wsgi_app(registry), engine))
     return MetricsExport(port, provider, server, thread)
 
 
@@ -174,6 +193,7 @@ def _register(provider: MeterProvider, engine: MeasuredEngine, fallbacks: Callab
     }
     for metric, (read, description) in gauges.items():
         meter.create_observable_gauge(metric, [_observe_one(read)], description=description)
+    register_budget(meter, engine)
 
 
 def _observe_blocks(engine: MeasuredEngine, field: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
