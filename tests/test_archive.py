@@ -139,3 +139,51 @@ def test_unused_histories_are_forgotten_and_used_ones_stay(engine: Engine) -> No
     assert engine.forget_unused(0) == len("forgotten")
     assert draft_after(engine, "forg") == b""
     engine.check_integrity()
+
+
+def test_an_archive_of_another_namespace_is_refused_and_changes_nothing(archive: bytes) -> None:
+    copy = bold_engine(VOCABULARY, CHAT)
+
+    with pytest.raises(ArchiveError, match="namespace n, expected m"):
+        copy.import_histories(archive, within="m")
+
+    assert copy.num_history_tokens() == 0
+    assert copy.import_histories(archive, within="n") > 0
+
+
+def test_sizes_are_those_of_a_namespace_and_of_those_within_it(engine: Engine, archive: bytes) -> None:
+    sizes = engine.history_sizes("n")
+
+    assert [(size.namespace, size.stage) for size in sizes] == [("n", "s"), ("n/tag-b", "s")]
+    assert sizes[1].num_tokens == len("other tenant")
+    assert sum(size.num_bytes for size in sizes) < engine.memory_bytes()
+
+
+def test_an_appended_text_is_drafted_and_not_counted() -> None:
+    engine = bold_engine(VOCABULARY, CHAT)
+    engine.append(text("the plan is <think>to search</think> and more"), Tags(stage="s"), namespace="n")
+    engine.check_integrity()
+
+    assert engine.stats() == []
+    assert engine.budget_stats() == []
+    assert engine.num_open_requests() == 0
+    assert draft_after(engine, "the plan").startswith(b" is")
+
+
+def test_an_appended_text_is_stored_whole_whatever_an_engine_may_store() -> None:
+    engine = Engine(VOCABULARY, CHAT, stored_tokens_per_s=1)
+    for number in range(3):
+        engine.append(text(f"answer {number} of many"), Tags(stage="s"), namespace="n")
+
+    assert engine.num_dropped_tokens() == 0
+    assert engine.num_history_tokens() == 3 * len("answer 0 of many")
+
+
+def test_an_appended_text_outside_of_the_vocabulary_is_refused_and_leaves_nothing_open() -> None:
+    engine = bold_engine(VOCABULARY, CHAT)
+
+    with pytest.raises(ValueError, match="token id 256"):
+        engine.append(token_ids(1, 256), Tags(), namespace="n")
+
+    assert engine.num_open_requests() == 0
+    assert engine.num_history_tokens() == 0

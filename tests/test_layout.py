@@ -65,6 +65,7 @@ IMPORT_RULES = {
                 "pydantic",
                 "redis",
                 "structlog",
+                "tokenizers",
             ),
         ),
     ),

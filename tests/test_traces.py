@@ -17,7 +17,7 @@ from tests.trace_lab import byte_tokenizer, corpus_of, trace_line, write_lines, 
 from agentspec.benchmarks.blocks import block_starts
 from agentspec.benchmarks.corpus import read_corpus
 from agentspec.benchmarks.tokenizer import QWEN3, Tokenizer, TokenizerError, ensure_packaged_tokenizer
-from agentspec.benchmarks.traces import Message, TraceFile, find_traces, read_trace
+from agentspec.sidecar.traces import Message, TraceFile, find_traces, read_trace
 
 
 def read_lines(folder: Path, lines: list[dict[str, Any] | str], name: str = "t.jsonl") -> TraceFile:

@@ -105,12 +105,13 @@ int AddGrammar(agentspec::Engine& engine, const std::vector<Rule>& rules, const 
 
 void Open(agentspec::Engine& engine, int64_t handle, const ArrayIn<int32_t>& tokens, std::string history_namespace,
           std::string workflow_id, std::string stage, int grammar_id, std::string start_block, bool is_structured,
-          std::string forced_tool, int max_draft_tokens, bool is_recorded, bool is_reader, bool is_greedy) {
+          std::string forced_tool, int max_draft_tokens, bool is_recorded, bool is_reader, bool is_greedy,
+          bool is_live) {
   nb::gil_scoped_release release;
   engine.Open(
       handle, Span(tokens),
       {std::move(history_namespace), std::move(workflow_id), std::move(stage), grammar_id, std::move(start_block),
-       is_structured, std::move(forced_tool), max_draft_tokens, is_recorded, is_reader, is_greedy});
+       is_structured, std::move(forced_tool), max_draft_tokens, is_recorded, is_reader, is_greedy, is_live});
 }
 
 // Lengths and redundancy of each row, tokens and survival of all drafts, one after the other; the number of draft
@@ -246,7 +247,7 @@ NB_MODULE(_core, module) {
            "has_prior"_a, "budget"_a)
       .def("open", &Open, "handle"_a, "tokens"_a.noconvert(), "history_namespace"_a, "workflow_id"_a, "stage"_a,
            "grammar_id"_a, "start_block"_a, "is_structured"_a, "forced_tool"_a, "max_draft_tokens"_a, "is_recorded"_a,
-           "is_reader"_a, "is_greedy"_a)
+           "is_reader"_a, "is_greedy"_a, "is_live"_a)
       .def("add_grammar", &AddGrammar, "rules"_a, "answer_starts"_a)
       .def("remove_grammar", &Engine::RemoveGrammar, "id"_a, Unlocked())
       .def(
@@ -304,12 +305,27 @@ NB_MODULE(_core, module) {
           "history_namespace"_a)
       .def(
           "import_histories",
-          [](Engine& engine, const nb::bytes& archive) {
+          [](Engine& engine, const nb::bytes& archive, const std::string& outer) {
             std::string_view bytes(archive.c_str(), archive.size());
             nb::gil_scoped_release release;
-            return engine.Import(bytes);
+            return engine.Import(bytes, outer);
           },
-          "archive"_a)
+          "archive"_a, "outer"_a)
+      .def(
+          "history_sizes",
+          [](const Engine& engine, const std::string& history_namespace) {
+            std::vector<agentspec::HistorySize> sizes;
+            {
+              nb::gil_scoped_release release;
+              sizes = engine.HistorySizes(history_namespace);
+            }
+            std::vector<std::tuple<std::string, std::string, size_t, size_t>> tuples;
+            for (auto& size : sizes)
+              tuples.emplace_back(std::move(size.history_namespace), std::move(size.stage), size.num_tokens,
+                                  size.num_bytes);
+            return tuples;
+          },
+          "history_namespace"_a)
       .def("delete_namespace", &Engine::DeleteNamespace, "history_namespace"_a, Unlocked())
       .def("forget_unused", &Engine::ForgetUnused, "max_age_s"_a, Unlocked())
       .def("block_path", &Engine::BlockPath, "handle"_a, Unlocked())

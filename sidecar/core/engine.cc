@@ -106,7 +106,7 @@ std::shared_ptr<Calibration> Engine::FindCalibration(const RequestOptions& optio
 }
 
 BlockStats* Engine::FindStats(const Request& request) {
-  if (request.is_discarded) return &discarded_stats_;
+  if (request.is_discarded || !request.options.is_live) return &discarded_stats_;
   const RequestOptions& options = request.options;
   std::string block = labels_.Path(request.tracker.label());
   std::string key = JoinNames({options.history_namespace, options.workflow_id, options.stage, block});
@@ -364,8 +364,9 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
     auto num_accepted =
         std::mismatch(draft.begin(), draft.end(), tail.begin(), tail.end(), agree).first - draft.begin();
     request.stats->Count(request.draft.length, num_accepted, tail.size());
-    FindPlanner(request.client_id)
-        .AddVerdict(request.ExpectedTokens(request.draft.length), request.draft.length, num_accepted);
+    if (request.options.is_live)
+      FindPlanner(request.client_id)
+          .AddVerdict(request.ExpectedTokens(request.draft.length), request.draft.length, num_accepted);
     if (!IngestTail(handle, tail, lock)) return;
   }
   request.DropAfter(true_length);

@@ -56,6 +56,12 @@ struct StepInput {
   double last_duration_ms;  // NaN: not measured
 };
 
+// What is held of one stage of one namespace.
+struct HistorySize {
+  std::string history_namespace, stage;
+  size_t num_tokens, num_bytes;
+};
+
 struct StepOutput {
   std::vector<int32_t> draft_lengths;
   std::vector<Token> draft_token_ids;
@@ -108,8 +114,11 @@ class Engine {
   // All histories of a namespace and of those within it, as bytes. Steps go on meanwhile.
   std::string Export(const std::string& history_namespace) const;
   // Adds the histories of an archive; returns the number of tokens. Throws ArchiveError, nothing changed: another
-  // version or vocabulary, or the bytes were cut or changed.
-  size_t Import(std::string_view archive);
+  // version or vocabulary, the bytes were cut or changed, or a history is not within the namespace `outer` (empty:
+  // any).
+  size_t Import(std::string_view archive, std::string_view outer = {});
+  // Of a namespace and of those within it, ordered by namespace and stage.
+  std::vector<HistorySize> HistorySizes(const std::string& history_namespace) const;
   // Forgets all that a namespace, and those within it, ever wrote, also what its open requests go on to write. Returns
   // the number of tokens.
   size_t DeleteNamespace(const std::string& history_namespace);
@@ -181,7 +190,7 @@ class Engine {
   // By namespace, greedy or sampled; with the namespace.
   std::unordered_map<std::string, std::pair<std::string, std::shared_ptr<Calibration>>> calibrations_;
   std::unordered_map<std::string, BlockStats> stats_;
-  BlockStats discarded_stats_;   // of open requests whose namespace was deleted
+  BlockStats discarded_stats_;   // of open requests whose namespace was deleted, or that are not live
   uint64_t num_recoveries_ = 0;  // of closed requests' block trackers
   uint64_t clock_ = 0;           // counts steps and openings; orders histories by last use
   uint32_t next_writer_ = 0;

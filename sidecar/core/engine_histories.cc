@@ -1,4 +1,5 @@
 // The engine's histories as a whole: saved, loaded, forgotten.
+#include <map>
 #include <stdexcept>
 
 #include "engine.h"
@@ -38,9 +39,27 @@ ArchivedText Engine::ReadText(const ContextIndex& index, uint32_t page) const {
   return text;
 }
 
-size_t Engine::Import(std::string_view archive) {
+std::vector<HistorySize> Engine::HistorySizes(const std::string& history_namespace) const {
+  std::lock_guard lock(mutex_);
+  std::map<std::pair<std::string, std::string>, HistorySize> sizes;  // a stage may have several, of one workflow each
+  for (const auto& history : histories_.Within(history_namespace)) {
+    auto& size = sizes[{history->history_namespace, history->stage}];
+    size.num_tokens += history->num_tokens();
+    size.num_bytes += history->MemoryBytes();
+  }
+  std::vector<HistorySize> rows;
+  for (const auto& [key, size] : sizes) rows.push_back({key.first, key.second, size.num_tokens, size.num_bytes});
+  return rows;
+}
+
+size_t Engine::Import(std::string_view archive, std::string_view outer) {
+  auto histories = ReadArchive(archive, vocabulary_.fingerprint(), vocabulary_.size());
+  for (const auto& archived : histories)
+    if (!outer.empty() && !IsWithinNamespace(archived.history_namespace, outer))
+      throw ArchiveError("archive: holds a history of the namespace " + archived.history_namespace + ", expected " +
+                         std::string(outer) + " or one within it");
   size_t num_tokens = 0;
-  for (const auto& archived : ReadArchive(archive, vocabulary_.fingerprint(), vocabulary_.size())) {
+  for (const auto& archived : histories) {
     for (const auto& text : archived.texts) {
       std::lock_guard lock(mutex_);  // of one text, so that steps go on between two
       histories_.Tick(clock_, Clock::now());
@@ -87,7 +106,10 @@ void Engine::StoreOutput(Request& request, std::span<const FiledToken> tokens) {
   request.num_published += static_cast<int64_t>(tokens.size());
   History* target = request.target();
   if (target == nullptr) return histories_.Drop(tokens.size());
-  histories_.Store(*target, request.chain, tokens, request.source);
+  if (request.options.is_live)
+    histories_.Store(*target, request.chain, tokens, request.source);
+  else
+    histories_.Append(*target, request.chain, tokens, request.source);
   target->last_used = clock_;
 }
 

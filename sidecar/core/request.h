@@ -29,6 +29,7 @@ struct RequestOptions {
   bool is_recorded = true;  // its output enters the history
   bool is_reader = true;    // it drafts from the history
   bool is_greedy = true;    // the target model samples at temperature 0
+  bool is_live = true;      // an engine writes it now: it is counted, and what it may store is rationed
 };
 
 struct BlockStats {

@@ -37,7 +37,7 @@ from agentspec.benchmarks.report import (
 )
 from agentspec.benchmarks.report_command import report
 from agentspec.benchmarks.serve_command import serve
-from agentspec.benchmarks.traces import Problem
+from agentspec.sidecar.traces import Problem
 
 
 class _Curve(click.ParamType[CostCurve]):

@@ -15,7 +15,7 @@ from agentspec.benchmarks.corpus import Corpus, read_corpus
 from agentspec.benchmarks.experiment import OnProgress
 from agentspec.benchmarks.models import cache_folder
 from agentspec.benchmarks.tokenizer import Tokenizer, TokenizerError, load_tokenizer
-from agentspec.benchmarks.traces import Problem, find_traces
+from agentspec.sidecar.traces import Problem, find_traces
 
 SAMPLE = Path(__file__).parent / "sample"
 MAX_PROBLEMS_SHOWN = 20

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from agentspec.benchmarks.blocks import block_starts
 from agentspec.benchmarks.tokenizer import EncodedText, Tokenizer
-from agentspec.benchmarks.traces import Call, Problem, TraceFile, read_trace, refs_path
 from agentspec.sidecar.engine import TokenIds
+from agentspec.sidecar.traces import Call, Problem, TraceFile, read_trace, refs_path
 
 CACHE_VERSION = 1
 _CHUNK_CHARS = 1 << 20

@@ -34,7 +34,7 @@ from agentspec.benchmarks.serving.results import Results, ResultsError
 from agentspec.benchmarks.serving.tool_time import ToolTime, parse_tool_time
 from agentspec.benchmarks.serving.workloads import Cut, make_workload, split_by_run
 from agentspec.benchmarks.tokenizer import QWEN3, TokenizerError, ensure_packaged_tokenizer
-from agentspec.benchmarks.traces import Problem
+from agentspec.sidecar.traces import Problem
 
 Target = Literal["model", "forced"]
 

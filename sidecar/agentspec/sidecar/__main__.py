@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from agentspec.sidecar.callers import read_identities
+from agentspec.sidecar.commands import COMMANDS
 from agentspec.sidecar.grammar_store import server_grammars
 from agentspec.sidecar.logs import configure_logging
 from agentspec.sidecar.options import ENV_PREFIX, OptionsError
@@ -96,6 +97,9 @@ def serve(config_file: Path | None, check_config: bool, **given: Any) -> None:
     except SocketInUseError as error:
         raise click.ClickException(str(error)) from None
 
+
+for _command in COMMANDS:
+    main.add_command(_command)
 
 if __name__ == "__main__":
     main()

@@ -7,6 +7,7 @@ batch and gets `StepDrafts` back. Both are struct of arrays: no Python object pe
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ __all__ = [
     "BlockStats",
     "Engine",
     "FinishReason",
+    "HistorySize",
     "Parts",
     "Sampling",
     "StepDrafts",
@@ -184,6 +186,21 @@ class BlockStats:
 
 
 @dataclass(frozen=True, slots=True)
+class HistorySize:
+    """What is held of one stage of one namespace.
+
+    Attributes:
+        num_tokens: output tokens that can be drafted from.
+        num_bytes: memory.
+    """
+
+    namespace: str
+    stage: str
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """Parts of an engine that a benchmark switches off one by one.
 
@@ -226,6 +243,7 @@ def allocate_by_redundancy(
 
 
 _NO_HANDLES = np.empty(0, np.int64)
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 def pooled_bytes() -> int:
@@ -312,6 +330,7 @@ class Engine:
             raise ValueError(f"stored_tokens_per_s: expected > 0, got {stored_tokens_per_s}")
         offsets = np.zeros(len(vocabulary) + 1, np.int64)
         np.cumsum([len(token) for token in vocabulary], out=offsets[1:])
+        self._appended = itertools.count(-1, -1)  # handles that no client has
         self._core = _core.Engine(
             b"".join(vocabulary),
             offsets,
@@ -377,7 +396,30 @@ class Engine:
             tags.history == "rw",
             tags.history != "off",
             sampling.temperature < GREEDY_TEMPERATURE,
+            True,
         )
+
+    def append(self, tokens: TokenIds, tags: Tags, *, namespace: str = "", grammar_id: int = 0) -> None:
+        """Add the whole text of an answer that was written elsewhere; it is in no statistics, and no ration holds.
+
+        Args:
+            tokens: int32, C-contiguous.
+            tags: workflow and stage that it belongs to, and the block that it begins in; empty: the markers tell.
+            namespace: as in `open`.
+            grammar_id: as in `open`.
+
+        Raises:
+            ValueError: a token id is outside the vocabulary; the message names token and position.
+        """
+        handle = next(self._appended)
+        self._core.open(
+            handle, _NO_TOKENS, _narrow(namespace, tags.namespace), tags.workflow_id, tags.stage, grammar_id,
+            tags.block, False, "", 0, True, True, True, False,
+        )  # fmt: skip
+        try:
+            self._core.close(handle, FinishReason.STOP, len(tokens), tokens)
+        finally:
+            self._core.close(handle, FinishReason.ERROR, 0, _NO_TOKENS)
 
     def step(self, request: StepRequest, *, deadline_us: int = 0) -> StepDrafts:
         """Take in the new tokens of the batch and draft for its next verification step.
@@ -476,13 +518,22 @@ class Engine:
         """Return all histories of a namespace and of those within it, as one checked archive; steps go on meanwhile."""
         return self._core.export_histories(namespace)
 
-    def import_histories(self, archive: bytes) -> int:
+    def import_histories(self, archive: bytes, *, within: str = "") -> int:
         """Add the histories of an archive and return the number of their tokens.
 
+        Args:
+            archive: as `export_histories` gives it.
+            within: the namespace in which all of them must lie; empty: any.
+
         Raises:
-            ArchiveError: another version or vocabulary, or the bytes were cut or changed; nothing has changed.
+            ArchiveError: another version, vocabulary or namespace, or the bytes were cut or changed; nothing has
+                changed.
         """
-        return self._core.import_histories(archive)
+        return self._core.import_histories(archive, within)
+
+    def history_sizes(self, namespace: str) -> list[HistorySize]:
+        """What is held of a namespace and of those within it, ordered by namespace and stage."""
+        return [HistorySize(*row) for row in self._core.history_sizes(namespace)]
 
     def delete_namespace(self, namespace: str) -> int:
         """Forget all text of a namespace and of those within it, for good; return the number of tokens.

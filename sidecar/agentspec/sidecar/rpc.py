@@ -39,6 +39,7 @@ class Context(CallContext, Protocol):
 
 
 Handler = Callable[[Any, Caller], Awaitable[Message]]
+DownloadHandler = Callable[[Any, Context, Caller], Awaitable[None]]
 StreamHandler = Callable[[Context, Caller], Awaitable[Message | None]]
 
 
@@ -73,21 +74,30 @@ class Calls:
         self.num_refused[code.name] = self.num_refused.get(code.name, 0) + 1
 
     def service(
-        self, descriptor: ServiceDescriptor, unary: Mapping[str, Handler], streams: Mapping[str, StreamHandler]
+        self,
+        descriptor: ServiceDescriptor,
+        unary: Mapping[str, Handler],
+        streams: Mapping[str, StreamHandler],
+        downloads: Mapping[str, DownloadHandler] | None = None,
     ) -> grpc.GenericRpcHandler:
         """Handlers of a service.
 
         Args:
             descriptor: of the contract.
             unary: methods of one message and one answer, by name.
-            streams: those that read or write many; what they return is their last answer.
+            streams: those that read many; what they return is their last answer.
+            downloads: those of one message that write many.
         """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         for method in descriptor.methods:
+            request_class = GetMessageClass(method.input_type)
             if method.name in unary:
-                request_class = GetMessageClass(method.input_type)
                 handlers[method.name] = grpc.unary_unary_rpc_method_handler(
                     functools.partial(self._answer, unary[method.name], request_class)
+                )
+            elif downloads and method.name in downloads:
+                handlers[method.name] = grpc.unary_stream_rpc_method_handler(
+                    functools.partial(self._send, downloads[method.name], request_class)
                 )
             elif method.name in streams:
                 handlers[method.name] = _stream_handler(method, functools.partial(self._follow, streams[method.name]))
@@ -111,6 +121,12 @@ class Calls:
             return (await handler(parse(request_class, raw), self._callers.of(context))).SerializeToString()
 
         return await self._guard(call(), context)
+
+    async def _send(self, handler: DownloadHandler, request_class: type[Message], raw: bytes, context: Context) -> None:
+        async def call() -> None:
+            await handler(parse(request_class, raw), context, self._callers.of(context))
+
+        await self._guard(call(), context)
 
     async def _follow(self, handler: StreamHandler, _: Any, context: Context) -> bytes | None:
         async def call() -> bytes | None:
@@ -145,6 +161,4 @@ class Calls:
 def _stream_handler(method: Any, behaviour: Callable[..., Any]) -> grpc.RpcMethodHandler[Any, Any]:
     if not method.server_streaming:
         return grpc.stream_unary_rpc_method_handler(behaviour)
-    if not method.client_streaming:
-        return grpc.unary_stream_rpc_method_handler(behaviour)
     return grpc.stream_stream_rpc_method_handler(behaviour)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from agentspec.draft.v1 import draft_pb2
+from agentspec.draft.v1 import draft_pb2, history_pb2
 from agentspec.sidecar.callers import Caller
 from agentspec.sidecar.engine import Engine, FinishReason, StepDrafts
 from agentspec.sidecar.grammar_store import OWN_GRAMMAR, GrammarStore
 from agentspec.sidecar.grammars import GrammarError
-from agentspec.sidecar.refusal import exhausted, invalid, not_found
+from agentspec.sidecar.refusal import RefusalError, exhausted, invalid, not_found
+from agentspec.sidecar.tags import Tags
 from agentspec.sidecar.wire import (
     HANDLE_BITS,
     MAX_COUNT,
@@ -29,6 +30,7 @@ from agentspec.sidecar.wire import (
 )
 
 MAX_BATCH = 1024
+MAX_BLOCK_TOKENS = 65536
 MAX_GRAMMAR_BYTES = 4096
 NO_TOKENS = np.empty(0, np.int32)
 
@@ -264,6 +266,41 @@ class ServedModel:
         """Note that requests outside of a stream are in use."""
         now = self._clock()
         client.handles.update((handle, now) for handle in handles if handle in client.handles)
+
+    def num_open_requests(self, caller: Caller) -> int:
+        """Open requests of a caller; for one on the socket, of all."""
+        if caller.is_local:
+            return self.engine.num_open_requests()
+        clients = [*self._streams.values(), *self._outside.values()]
+        return sum(len(client.handles) for client in clients if client.caller.name == caller.name)
+
+    def append(self, caller: Caller, blocks: Iterable[history_pb2.Block]) -> int:
+        """Add finished texts; return the number of their tokens.
+
+        Raises:
+            RefusalError: a field of a block is out of its bound; those before it are stored.
+        """
+        num_tokens = 0
+        for index, block in enumerate(blocks):
+            try:
+                num_tokens += self._append(caller, block)
+            except RefusalError as error:
+                raise error.within(f"blocks[{index}]") from None
+        return num_tokens
+
+    def _append(self, caller: Caller, block: history_pb2.Block) -> int:
+        namespace = caller.namespace(block.namespace)
+        for name in ("workflow_id", "stage", "block_path"):
+            check_name(getattr(block, name), name)
+        tokens = read_tokens(block.token_ids, "token_ids")
+        if not 1 <= len(tokens) <= MAX_BLOCK_TOKENS:
+            raise invalid("token_ids", f"expected 1 to {MAX_BLOCK_TOKENS} tokens, got {len(tokens)}")
+        tags = Tags(workflow_id=block.workflow_id, stage=block.stage, block=block.block_path)
+        try:
+            self.engine.append(tokens, tags, namespace=namespace)
+        except ValueError as error:
+            raise refusal_of(error, 0, {"tail": "token_ids"}) from None
+        return len(tokens)
 
     def register_grammar(self, namespace: str, grammar_id: str, grammar_json: str) -> None:
         """Make a grammar known to the requests of a namespace by an id.

@@ -14,10 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from agentspec.draft.v1 import draft_pb2
+from agentspec.draft.v1 import draft_pb2, history_pb2
 from agentspec.sidecar.callers import Callers
 from agentspec.sidecar.draft_service import DraftService
 from agentspec.sidecar.grammars import Grammar
+from agentspec.sidecar.history_service import HistoryService
 from agentspec.sidecar.options import OptionsError
 from agentspec.sidecar.rpc import Calls
 from agentspec.sidecar.served_models import ServedModels
@@ -30,6 +31,7 @@ log = structlog.get_logger()
 
 HOUSEKEEPING_S = 10.0
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+HISTORY_SERVICE = history_pb2.DESCRIPTOR.services_by_name["HistoryService"].full_name
 
 
 class DraftServer:
@@ -67,7 +69,7 @@ class DraftServer:
             tcp_port = self._bind_tcp(grpc_server)
             health_server, health_port = self._health_server()
             self._export_metrics(stack)
-            for service in ("", DRAFT_SERVICE):
+            for service in ("", DRAFT_SERVICE, HISTORY_SERVICE):
                 await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
             await grpc_server.start()
             if health_server:
@@ -101,7 +103,9 @@ class DraftServer:
                 *_LISTENER,
             ],
         )
-        server.add_generic_rpc_handlers((DraftService(self.models, self._calls, self._options).handler(),))
+        drafts = DraftService(self.models, self._calls, self._options)
+        histories = HistoryService(self.models, self._calls, self._options)
+        server.add_generic_rpc_handlers((drafts.handler(), histories.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(_reflected(), server)
         return server
@@ -136,7 +140,12 @@ _LISTENER: Sequence[tuple[str, int]] = (
 
 
 def _reflected() -> Sequence[str]:
-    return (DRAFT_SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+    return (
+        DRAFT_SERVICE,
+        HISTORY_SERVICE,
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+        reflection.SERVICE_NAME,
+    )
 
 
 def _bind(option: str, address: str, add_port: Callable[[str], int]) -> int:

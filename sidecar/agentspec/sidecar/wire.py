@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -180,8 +181,14 @@ def read_reason(reason: draft_pb2.FinishReason) -> FinishReason:
         raise invalid("reason", f"expected STOP, LENGTH, ABORT or ERROR, got {reason}") from None
 
 
-def refusal_of(error: ValueError, first_handle: int) -> RefusalError:
-    """Turn what the engine refused into the contract's words: its names of fields, the client's own handles."""
+def refusal_of(error: ValueError, first_handle: int, fields: Mapping[str, str] = _FIELDS) -> RefusalError:
+    """Turn what the engine refused into the contract's words.
+
+    Args:
+        error: as the engine raised it.
+        first_handle: what the client's handle 0 is called in the engine.
+        fields: names of the contract by those of the engine, where they differ.
+    """
     text = str(error)
     last_handle = first_handle + MAX_HANDLE
     for word in text.replace(":", " ").replace(")", " ").split():
@@ -191,4 +198,4 @@ def refusal_of(error: ValueError, first_handle: int) -> RefusalError:
     name, bracket, index = field.partition("[")
     if not reason or not name.isidentifier():
         return invalid("", text)
-    return invalid(f"{_FIELDS.get(name, name)}{bracket}{index}", reason)
+    return invalid(f"{fields.get(name, name)}{bracket}{index}", reason)

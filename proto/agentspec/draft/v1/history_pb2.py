@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n agentspec/draft/v1/history.proto\x12\x12\x61gentspec.draft.v1\"e\n\x05\x42lock\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x12\n\nblock_path\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\"[\n\x13\x41ppendBlocksRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.agentspec.draft.v1.Block\"*\n\x14\x41ppendBlocksResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\"D\n\x13\x46ollowBlocksRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnamespaces\x18\x02 \x03(\t\"]\n\x14\x46ollowBlocksResponse\x12)\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x19.agentspec.draft.v1.Block\x12\x1a\n\x12num_dropped_tokens\x18\x02 \x01(\x04\",\n\x0fGetStatsRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\"\xc9\x01\n\nBlockStats\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x12\n\nblock_path\x18\x04 \x01(\t\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\x12\x12\n\nnum_drafts\x18\x06 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x01(\x04\x12\x12\n\nnum_tokens\x18\t \x01(\x04\"\x89\x01\n\nModelStats\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x19\n\x11num_open_requests\x18\x02 \x01(\x04\x12\x15\n\rhistory_bytes\x18\x03 \x01(\x04\x12.\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1e.agentspec.draft.v1.BlockStats\"B\n\x10GetStatsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.agentspec.draft.v1.ModelStats\"?\n\x0fListKeysRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"j\n\nHistoryKey\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"@\n\x10ListKeysResponse\x12,\n\x04keys\x18\x01 \x03(\x0b\x32\x1e.agentspec.draft.v1.HistoryKey\"D\n\x14\x45xportHistoryRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"-\n\x15\x45xportHistoryResponse\x12\x14\n\x0c\x61rchive_part\x18\x01 \x01(\x0c\"Z\n\x14ImportHistoryRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchive_part\x18\x03 \x01(\x0c\"+\n\x15ImportHistoryResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\"F\n\x16\x44\x65leteNamespaceRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\",\n\x17\x44\x65leteNamespaceResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x32\xc2\x05\n\x0eHistoryService\x12\x61\n\x0c\x41ppendBlocks\x12\'.agentspec.draft.v1.AppendBlocksRequest\x1a(.agentspec.draft.v1.AppendBlocksResponse\x12\x63\n\x0c\x46ollowBlocks\x12\'.agentspec.draft.v1.FollowBlocksRequest\x1a(.agentspec.draft.v1.FollowBlocksResponse0\x01\x12U\n\x08GetStats\x12#.agentspec.draft.v1.GetStatsRequest\x1a$.agentspec.draft.v1.GetStatsResponse\x12U\n\x08ListKeys\x12#.agentspec.draft.v1.ListKeysRequest\x1a$.agentspec.draft.v1.ListKeysResponse\x12\x66\n\rExportHistory\x12(.agentspec.draft.v1.ExportHistoryRequest\x1a).agentspec.draft.v1.ExportHistoryResponse0\x01\x12\x66\n\rImportHistory\x12(.agentspec.draft.v1.ImportHistoryRequest\x1a).agentspec.draft.v1.ImportHistoryResponse(\x01\x12j\n\x0f\x44\x65leteNamespace\x12*.agentspec.draft.v1.DeleteNamespaceRequest\x1a+.agentspec.draft.v1.DeleteNamespaceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n agentspec/draft/v1/history.proto\x12\x12\x61gentspec.draft.v1\"e\n\x05\x42lock\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x12\n\nblock_path\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\"[\n\x13\x41ppendBlocksRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.agentspec.draft.v1.Block\"*\n\x14\x41ppendBlocksResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\"D\n\x13\x46ollowBlocksRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnamespaces\x18\x02 \x03(\t\"]\n\x14\x46ollowBlocksResponse\x12)\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x19.agentspec.draft.v1.Block\x12\x1a\n\x12num_dropped_tokens\x18\x02 \x01(\x04\",\n\x0fGetStatsRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\"\xc9\x01\n\nBlockStats\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x12\n\nblock_path\x18\x04 \x01(\t\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\x12\x12\n\nnum_drafts\x18\x06 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x01(\x04\x12\x12\n\nnum_tokens\x18\t \x01(\x04\"\x89\x01\n\nModelStats\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x19\n\x11num_open_requests\x18\x02 \x01(\x04\x12\x15\n\rhistory_bytes\x18\x03 \x01(\x04\x12.\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1e.agentspec.draft.v1.BlockStats\"B\n\x10GetStatsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.agentspec.draft.v1.ModelStats\"?\n\x0fListKeysRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"U\n\nHistoryKey\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"@\n\x10ListKeysResponse\x12,\n\x04keys\x18\x01 \x03(\x0b\x32\x1e.agentspec.draft.v1.HistoryKey\"D\n\x14\x45xportHistoryRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"-\n\x15\x45xportHistoryResponse\x12\x14\n\x0c\x61rchive_part\x18\x01 \x01(\x0c\"Z\n\x14ImportHistoryRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchive_part\x18\x03 \x01(\x0c\"+\n\x15ImportHistoryResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\"F\n\x16\x44\x65leteNamespaceRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"-\n\x17\x44\x65leteNamespaceResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x32\xc2\x05\n\x0eHistoryService\x12\x61\n\x0c\x41ppendBlocks\x12\'.agentspec.draft.v1.AppendBlocksRequest\x1a(.agentspec.draft.v1.AppendBlocksResponse\x12\x63\n\x0c\x46ollowBlocks\x12\'.agentspec.draft.v1.FollowBlocksRequest\x1a(.agentspec.draft.v1.FollowBlocksResponse0\x01\x12U\n\x08GetStats\x12#.agentspec.draft.v1.GetStatsRequest\x1a$.agentspec.draft.v1.GetStatsResponse\x12U\n\x08ListKeys\x12#.agentspec.draft.v1.ListKeysRequest\x1a$.agentspec.draft.v1.ListKeysResponse\x12\x66\n\rExportHistory\x12(.agentspec.draft.v1.ExportHistoryRequest\x1a).agentspec.draft.v1.ExportHistoryResponse0\x01\x12\x66\n\rImportHistory\x12(.agentspec.draft.v1.ImportHistoryRequest\x1a).agentspec.draft.v1.ImportHistoryResponse(\x01\x12j\n\x0f\x44\x65leteNamespace\x12*.agentspec.draft.v1.DeleteNamespaceRequest\x1a+.agentspec.draft.v1.DeleteNamespaceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,21 +52,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTKEYSREQUEST']._serialized_start=919
   _globals['_LISTKEYSREQUEST']._serialized_end=982
   _globals['_HISTORYKEY']._serialized_start=984
-  _globals['_HISTORYKEY']._serialized_end=1090
-  _globals['_LISTKEYSRESPONSE']._serialized_start=1092
-  _globals['_LISTKEYSRESPONSE']._serialized_end=1156
-  _globals['_EXPORTHISTORYREQUEST']._serialized_start=1158
-  _globals['_EXPORTHISTORYREQUEST']._serialized_end=1226
-  _globals['_EXPORTHISTORYRESPONSE']._serialized_start=1228
-  _globals['_EXPORTHISTORYRESPONSE']._serialized_end=1273
-  _globals['_IMPORTHISTORYREQUEST']._serialized_start=1275
-  _globals['_IMPORTHISTORYREQUEST']._serialized_end=1365
-  _globals['_IMPORTHISTORYRESPONSE']._serialized_start=1367
-  _globals['_IMPORTHISTORYRESPONSE']._serialized_end=1410
-  _globals['_DELETENAMESPACEREQUEST']._serialized_start=1412
-  _globals['_DELETENAMESPACEREQUEST']._serialized_end=1482
-  _globals['_DELETENAMESPACERESPONSE']._serialized_start=1484
-  _globals['_DELETENAMESPACERESPONSE']._serialized_end=1528
-  _globals['_HISTORYSERVICE']._serialized_start=1531
-  _globals['_HISTORYSERVICE']._serialized_end=2237
+  _globals['_HISTORYKEY']._serialized_end=1069
+  _globals['_LISTKEYSRESPONSE']._serialized_start=1071
+  _globals['_LISTKEYSRESPONSE']._serialized_end=1135
+  _globals['_EXPORTHISTORYREQUEST']._serialized_start=1137
+  _globals['_EXPORTHISTORYREQUEST']._serialized_end=1205
+  _globals['_EXPORTHISTORYRESPONSE']._serialized_start=1207
+  _globals['_EXPORTHISTORYRESPONSE']._serialized_end=1252
+  _globals['_IMPORTHISTORYREQUEST']._serialized_start=1254
+  _globals['_IMPORTHISTORYREQUEST']._serialized_end=1344
+  _globals['_IMPORTHISTORYRESPONSE']._serialized_start=1346
+  _globals['_IMPORTHISTORYRESPONSE']._serialized_end=1389
+  _globals['_DELETENAMESPACEREQUEST']._serialized_start=1391
+  _globals['_DELETENAMESPACEREQUEST']._serialized_end=1461
+  _globals['_DELETENAMESPACERESPONSE']._serialized_start=1463
+  _globals['_DELETENAMESPACERESPONSE']._serialized_end=1508
+  _globals['_HISTORYSERVICE']._serialized_start=1511
+  _globals['_HISTORYSERVICE']._serialized_end=2217
 # @@protoc_insertion_point(module_scope)

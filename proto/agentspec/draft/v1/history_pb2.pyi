@@ -104,18 +104,16 @@ class ListKeysRequest(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class HistoryKey(_message.Message):
-    __slots__ = ("namespace", "workflow_id", "stage", "num_tokens", "num_bytes")
+    __slots__ = ("namespace", "stage", "num_tokens", "num_bytes")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    WORKFLOW_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     namespace: str
-    workflow_id: str
     stage: str
     num_tokens: int
     num_bytes: int
-    def __init__(self, namespace: _Optional[str] = ..., workflow_id: _Optional[str] = ..., stage: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[str] = ..., stage: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class ListKeysResponse(_message.Message):
     __slots__ = ("keys",)
@@ -162,7 +160,7 @@ class DeleteNamespaceRequest(_message.Message):
     def __init__(self, model_fingerprint: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class DeleteNamespaceResponse(_message.Message):
-    __slots__ = ("num_bytes",)
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    num_bytes: int
-    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
+    __slots__ = ("num_tokens",)
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...

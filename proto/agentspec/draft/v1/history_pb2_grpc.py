@@ -77,7 +77,7 @@ class HistoryServiceServicer(object):
     """
 
     def AppendBlocks(self, request, context):
-        """Adds finished texts, as from the logs of chats.
+        """Adds finished texts, as from the logs of chats. The first that is refused ends the call, those before it are stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
