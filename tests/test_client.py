@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from agentspec.serving_patch import client as client_module
-from agentspec.serving_patch.client import EmbeddedClient, Fallbacks, GuardedClient, check_drafts
+from agentspec.serving_patch import command_queue
+from agentspec.serving_patch.client import EmbeddedClient, GuardedClient
+from agentspec.serving_patch.mailbox import Fallbacks, check_drafts
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
 from agentspec.sidecar.grammar_store import GrammarStore, parse_grammar
 from agentspec.sidecar.grammars import CHAT
@@ -300,7 +302,7 @@ def test_close_of_a_handle_that_was_never_opened_is_not_passed_on(guard_of: Any)
 def test_full_queue_drops_steps_and_prompts_but_no_close(
     guard_of: Any, fallbacks: Fallbacks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "MAX_QUEUED_TOKENS", 1000)
+    monkeypatch.setattr(command_queue, "MAX_QUEUED_TOKENS", 1000)
     client = HangingClient()
     guard = guard_of(client)
     open_handle(guard, 1)
@@ -315,7 +317,7 @@ def test_full_queue_drops_steps_and_prompts_but_no_close(
     client.let_go.set()
     guard.shutdown()
 
-    assert num_queued < 1000 / client_module.COMMAND_TOKENS
+    assert num_queued < 1000 / command_queue.COMMAND_TOKENS
     assert ("open", 2) not in client.calls
     assert [call for call in client.calls if call[0] == "close"] == [("close", 1)]
     assert fallbacks.counts()["queue_full"] > 80
@@ -325,7 +327,7 @@ def test_step_that_was_dropped_gets_no_answer(guard_of: Any, monkeypatch: pytest
     guard = guard_of(ScriptedClient())
     guard.submit(step_of(1))
     settle(guard)
-    monkeypatch.setattr(client_module, "MAX_QUEUED_TOKENS", 0)
+    monkeypatch.setattr(command_queue, "MAX_QUEUED_TOKENS", 0)
     guard.submit(step_of(2))
 
     assert guard.collect(deadline_ms=LONG_MS) is None

@@ -319,10 +319,11 @@ def test_model_that_vllm_cannot_load_is_reported_with_the_end_of_its_log(model_p
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize("mode", ["embedded", "sidecar"])
 def test_demo_with_agentspec_is_identical_to_plain_decoding_and_takes_fewer_steps(
-    model_path: str, tmp_path: Path
+    mode: str, model_path: str, tmp_path: Path
 ) -> None:
-    result = run_demo(tmp_path, "--model", model_path, "--agents", "4", "--methods", "plain,agentspec")
+    result = run_demo(tmp_path, "--model", model_path, "--agents", "4", "--methods", "plain,agentspec", MODE=mode)
 
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads((tmp_path / "report.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import signal
 import socket
 import sys
 from importlib.machinery import PathFinder
@@ -11,12 +12,21 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from tests.sidecar_lab import running_sidecar
 
 from agentspec.serving_patch import __main__ as command_line
 from agentspec.serving_patch import doctor
 from agentspec.serving_patch.__main__ import main
 from agentspec.serving_patch.compat import CompatibilityError
-from agentspec.serving_patch.doctor import Finding, check_model, check_namespace, check_plugin, check_port, examine
+from agentspec.serving_patch.doctor import (
+    Finding,
+    check_model,
+    check_namespace,
+    check_plugin,
+    check_port,
+    check_sidecar,
+    examine,
+)
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.options import Options
 
@@ -129,3 +139,41 @@ def test_model_that_does_not_exist_is_a_failure(require_vllm: None) -> None:
 
     assert result.exit_code == 2
     assert "fail model: /no/such/model" in result.output
+
+
+def test_draft_server_that_answers_is_named_with_its_version(tmp_path: Path) -> None:
+    with running_sidecar(tmp_path / "draft.sock") as server:
+        finding = check_sidecar(server.socket)
+
+    assert finding.status == "ok"
+    assert "version" in finding.detail
+    assert "0 models" in finding.detail
+
+
+def test_missing_draft_server_is_a_warning_that_says_how_to_start_it(tmp_path: Path) -> None:
+    finding = check_sidecar(tmp_path / "draft.sock")
+
+    assert finding.status == "warn"
+    assert "No such file" in finding.detail
+    assert f"agentspec-sidecar serve --socket {tmp_path / 'draft.sock'}" in finding.fix
+
+
+def test_draft_server_that_hangs_is_found_in_seconds(tmp_path: Path) -> None:
+    with running_sidecar(tmp_path / "draft.sock") as server:
+        server.process.send_signal(signal.SIGSTOP)
+        finding = check_sidecar(server.socket)
+
+    assert finding.status == "warn"
+    assert "DEADLINE_EXCEEDED" in finding.detail
+
+
+def test_draft_server_is_looked_for_in_sidecar_mode_alone() -> None:
+    subjects = {
+        mode: [next(findings).subject for _ in range(3)]
+        for mode, findings in (
+            (mode, examine(Options.model_validate({"mode": mode}))) for mode in ("embedded", "sidecar")
+        )
+    }
+
+    assert "draft server" in subjects["sidecar"]
+    assert "draft server" not in subjects["embedded"]

@@ -31,7 +31,7 @@ from tests.vllm_lab import (
     shifted,
 )
 
-from agentspec.serving_patch import client as client_module
+from agentspec.serving_patch import command_queue
 from agentspec.serving_patch.client import EmbeddedClient
 from agentspec.sidecar.engine import FinishReason, StepDrafts, StepRequest
 from agentspec.sidecar.options import OptionsError
@@ -410,7 +410,7 @@ def test_client_that_comes_back_gets_the_whole_text_again(
     spy = LenientSpy(EmbeddedClient(engine))
     client = HangingClient(spy)
     lab.use(client, deadline_ms=20)
-    monkeypatch.setattr(client_module, "MAX_QUEUED_TOKENS", 700)  # so that steps are dropped
+    monkeypatch.setattr(command_queue, "MAX_QUEUED_TOKENS", 700)  # so that steps are dropped
 
     def let_go(step: int) -> None:
         if step == 10:
@@ -500,14 +500,14 @@ def test_pooling_requests_and_streaming_sessions_are_left_alone(lab: Lab) -> Non
 
 
 def test_wrong_option_stops_the_engine_before_it_starts() -> None:
-    from agentspec.serving_patch.hook_v1 import _read_options  # noqa: PLC0415  # imports vLLM
+    from agentspec.serving_patch.drafting import _read_options  # noqa: PLC0415  # imports vLLM
 
     with pytest.raises(OptionsError, match="polcy"):
         _read_options(SimpleNamespace(additional_config={"agentspec": {"polcy": "off"}}))
 
 
 def test_start_is_one_line_with_what_matters(lab: Lab, agentspec_log: pytest.LogCaptureFixture) -> None:
-    lab.scheduler._log_start()
+    lab.scheduler._drafting.log_start("v1")
 
     assert len(agentspec_log.records) == 1
     for part in (

@@ -49,7 +49,7 @@ def scheduler(require_vllm: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The hook over an empty scheduler of vLLM, with a `CountingClient` and no thread between."""
     from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415  # slow
 
-    from agentspec.serving_patch import hook_v1  # noqa: PLC0415  # imports vLLM
+    from agentspec.serving_patch import drafting, hook_v1  # noqa: PLC0415  # imports vLLM
 
     config = SimpleNamespace(
         additional_config={"agentspec": {"metrics_port": 0, "arithmetic_intensity": 206}},
@@ -71,12 +71,9 @@ def scheduler(require_vllm: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     }
     monkeypatch.setattr(Scheduler, "__init__", lambda self: self.__dict__.update(state))
     monkeypatch.setattr(hook_v1, "probe", lambda *_: None)
-    monkeypatch.setattr(hook_v1, "read_grammar", lambda _: CHAT)
-    monkeypatch.setattr(hook_v1.AgentSpecScheduler, "_make_client", lambda self: CountingClient())
-    scheduler = hook_v1.AgentSpecScheduler()
-    scheduler._client.shutdown()
-    scheduler._client = CountingClient()  # no thread: calls are seen as they are made
-    return scheduler
+    monkeypatch.setattr(drafting, "read_grammar", lambda _: CHAT)
+    monkeypatch.setattr(drafting.Drafting, "_embed", lambda self: CountingClient())  # no thread: calls are seen at once
+    return hook_v1.AgentSpecScheduler()
 
 
 def request(number: int, num_prompt_tokens: int) -> Any:

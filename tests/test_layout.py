@@ -63,6 +63,7 @@ IMPORT_RULES = {
                 "opentelemetry",
                 "prometheus_client",
                 "pydantic",
+                "pydantic_core",
                 "redis",
                 "structlog",
                 "tokenizers",
@@ -75,7 +76,7 @@ IMPORT_RULES = {
             "agentspec.draft",
             *(f"agentspec.sidecar.{name}" for name in SIDECAR_PARTS),
         ),
-        third_party=("click", "grpc", "numpy", "opentelemetry"),
+        third_party=("click", "google", "grpc", "numpy", "opentelemetry"),
         restricted=tuple((name, VLLM_FILES) for name in ("torch", "vllm", "xgrammar")),
     ),
 }

@@ -9,6 +9,7 @@ import pytest
 
 from agentspec.sidecar.grammar_store import server_grammars
 from agentspec.sidecar.options import Options, OptionsError, read_options
+from agentspec.sidecar.server_options import ServerOptions
 
 
 def test_defaults_are_those_of_the_table() -> None:
@@ -17,6 +18,12 @@ def test_defaults_are_those_of_the_table() -> None:
     assert options == Options()
     assert (options.namespace, options.num_speculative_tokens, options.policy) == ("default", 16, "goodput")
     assert (options.deadline_ms, options.history_bytes, options.metrics_port) == (None, 1 << 30, 9464)
+
+
+def test_sidecar_mode_finds_the_server_where_it_listens_by_default() -> None:
+    options = read_options({"mode": "sidecar"}, {})
+
+    assert options.socket == ServerOptions.model_validate({}).socket
 
 
 def test_variable_of_the_environment_is_read_as_text() -> None:
@@ -108,6 +115,8 @@ def test_bounds_are_taken(name: str, good: list[Any]) -> None:
         ("namespace", "x" * 257),
         ("policy", "fastest"),
         ("isolation", "hard"),
+        ("mode", "remote"),
+        ("socket", "/" + "x" * 107),
         ("colour", "red"),
     ],
 )

@@ -25,7 +25,7 @@ from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepRequest
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.policy_switch import with_policy_switch
 from agentspec.sidecar.tags import Tags
-from agentspec.sidecar.telemetry import MetricsExport, export_metrics
+from agentspec.sidecar.telemetry import LinkFigures, MetricsExport, export_link_metrics, export_metrics
 
 COUNTERS = [
     "agentspec_steps_total",
@@ -226,6 +226,25 @@ def test_markers_that_fit_no_open_block_are_counted() -> None:
     assert samples[RECOVERIES] == [({}, float(engine.num_recoveries()))]
     assert samples[DROPPED] == [({}, float(engine.num_dropped_tokens()))]
     assert engine.num_recoveries() > 0
+
+
+def test_client_of_a_draft_server_exports_what_it_sees_of_it() -> None:
+    figures = LinkFigures(
+        is_connected=True, num_connections=2, num_answers=7, num_late_answers=3, round_trip_s=0.5, num_resyncs=4
+    )
+    export = export_link_metrics(lambda: figures, lambda: {"disconnected": 9}, free_port())
+    samples = scrape(export.port)
+    export.shutdown()
+
+    assert samples == {
+        "agentspec_sidecar_connected": [({}, 1.0)],
+        "agentspec_sidecar_connections_total": [({}, 2.0)],
+        "agentspec_sidecar_answers_total": [({}, 7.0)],
+        "agentspec_sidecar_late_answers_total": [({}, 3.0)],
+        "agentspec_sidecar_round_trip_seconds_total": [({}, 0.5)],
+        "agentspec_sidecar_resyncs_total": [({}, 4.0)],
+        FALLBACKS: [({"reason": "disconnected"}, 9.0)],
+    }
 
 
 def test_taken_port_is_one_warning_and_no_server(

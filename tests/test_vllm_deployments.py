@@ -54,8 +54,8 @@ def _complete(server: VllmServer, prompt: str, model: str) -> str:
 
 def num_accepted(server: VllmServer, rank: int = 0) -> dict[str, int]:
     """Accepted draft tokens by namespace, of one data-parallel rank."""
-    assert server.agentspec_metrics_url is not None
-    url = httpx.URL(server.agentspec_metrics_url)
+    (metrics_url,) = server.agentspec_metrics_urls
+    url = httpx.URL(metrics_url)
     assert url.port is not None
     accepted: dict[str, int] = {}
     for (name, labels), value in read_samples(str(url.copy_with(port=url.port + rank))).items():

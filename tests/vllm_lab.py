@@ -229,8 +229,8 @@ class Lab:
         self.switch.target = client
         self.scheduler._deadline_ms = deadline_ms
         guard = self.scheduler._client
-        guard._is_behind = False
-        guard._num_misses = guard._num_steps_to_skip = 0
+        guard._mailbox._is_behind = False
+        guard._mailbox._num_misses = guard._mailbox._num_steps_to_skip = 0
         self.scheduler._fallbacks._counts.clear()
 
     def run(self, texts: Sequence[str | Sequence[int]], params: Any, **kwargs: Any) -> list[Output]:
@@ -240,7 +240,7 @@ class Lab:
         """Wait until the guard's thread has made every call that is queued."""
         guard = self.scheduler._client
         with guard._changed:
-            assert guard._changed.wait_for(lambda: guard._num_queued_tokens == 0, 60)
+            assert guard._changed.wait_for(lambda: guard._commands.num_tokens == 0, 60)
 
     def fallbacks(self) -> dict[str, int]:
         counts: dict[str, int] = self.scheduler._fallbacks.counts()

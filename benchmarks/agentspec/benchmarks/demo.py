@@ -17,7 +17,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import httpx
@@ -30,6 +30,7 @@ from agentspec.benchmarks.agents import MAX_ROUNDS, build_graph, chat_model, res
 from agentspec.benchmarks.calls import TOKEN_IDS_REQUEST, Call, CallRecorder, RecordingError
 from agentspec.benchmarks.comparison import Comparison, Divergence, compare_calls, judge
 from agentspec.benchmarks.counters import (
+    Samples,
     block_counters,
     engine_counters,
     fallback_counts,
@@ -38,7 +39,7 @@ from agentspec.benchmarks.counters import (
 )
 from agentspec.benchmarks.demo_report import BatchResult, make_report, print_tables
 from agentspec.benchmarks.models import ModelError, resolve_model
-from agentspec.benchmarks.server import DECODINGS, SERVED_NAME, Decoding, ServerError, ServerOptions, VllmServer
+from agentspec.benchmarks.server import DECODINGS, SERVED_NAME, Decoding, Mode, ServerError, ServerOptions, VllmServer
 from agentspec.benchmarks.topics import TOPICS
 
 NUM_SPECULATIVE_TOKENS = 8
@@ -52,8 +53,15 @@ _FAILURES = (ServerError, ModelError, RecordingError, openai.OpenAIError, httpx.
 @click.option("--agents", "num_agents", type=click.IntRange(1, len(TOPICS) // 2), default=16, help="Agents at once.")
 @click.option("--model", envvar="DEMO_MODEL", help="Hub id or folder; default: SmolLM2-135M-Instruct, made once.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("build/demo"), help="Report and server logs.")
+@click.option(
+    "--mode",
+    envvar="MODE",
+    type=click.Choice(get_args(Mode)),
+    default="embedded",
+    help="AgentSpec drafts inside vLLM, or in a draft server beside it.",
+)
 @click.option("--methods", default=",".join(DECODINGS), help="Ways of decoding, in this order.")
-def main(num_agents: int, model: str | None, output: Path, methods: str) -> None:
+def main(num_agents: int, model: str | None, output: Path, mode: Mode, methods: str) -> None:
     """Serve a LangGraph program and compare plain decoding, vLLM's n-gram drafter and AgentSpec.
 
     Each of them serves a warm-up batch of agents, then a measured batch with other tasks. Ends with a table and writes
@@ -70,6 +78,7 @@ def main(num_agents: int, model: str | None, output: Path, methods: str) -> None
                 log_folder=output,
                 max_num_seqs=num_agents,
                 num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
+                mode=mode,
             )
             results = _run_all(decodings, options, num_agents, progress)
     except _FAILURES as error:
@@ -134,11 +143,10 @@ def _measure(server: VllmServer, num_agents: int, progress: Progress) -> tuple[B
     middle = len(TOPICS) // 2
     warm_up, _ = _run_batch(server, TOPICS[middle : middle + num_agents], WARM_UP_ROUNDS, "warm-up", progress)
     before = engine_counters(read_samples(server.metrics_url))
-    agentspec_url = server.agentspec_metrics_url
-    blocks_before = read_samples(agentspec_url) if agentspec_url else {}
+    blocks_before = _agentspec_samples(server)
     calls, seconds = _run_batch(server, TOPICS[:num_agents], MAX_ROUNDS, "measured", progress)
     counters = settled_counters(server.metrics_url, before, len(calls))
-    blocks_after = read_samples(agentspec_url) if agentspec_url else {}
+    blocks_after = _agentspec_samples(server)
     prompts = {call.prompt_token_ids for call in calls}
     result = BatchResult(
         decoding=server.decoding,
@@ -151,6 +159,11 @@ def _measure(server: VllmServer, num_agents: int, progress: Progress) -> tuple[B
         fallbacks=fallback_counts(blocks_after),
     )
     return result, calls
+
+
+def _agentspec_samples(server: VllmServer) -> Samples:
+    """What AgentSpec's processes count together; no two of them count the same."""
+    return {key: value for url in server.agentspec_metrics_urls for key, value in read_samples(url).items()}
 
 
 def _run_batch(
@@ -229,6 +242,7 @@ def _conditions(options: ServerOptions) -> dict[str, Any]:
         "num_speculative_tokens": options.num_speculative_tokens,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
+        "mode": options.mode,
         "num_cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "platform": platform.platform(),

@@ -8,8 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +22,11 @@ Decoding = Literal["plain", "ngram", "agentspec"]
 DECODINGS: tuple[Decoding, ...] = ("plain", "ngram", "agentspec")
 SERVED_NAME = "demo"
 
+Mode = Literal["embedded", "sidecar"]
+
 _VLLM = "vllm.entrypoints.cli.main"
 _AGENTSPEC = "agentspec.serving_patch"
+_SIDECAR = "agentspec.sidecar"
 _LOG_TAIL_LINES = 25
 _STOP_S = 15.0
 _POLL_S = 0.25
@@ -44,6 +48,7 @@ class ServerOptions:
         max_model_len: tokens of prompt and output together.
         start_deadline_s: longest wait for the server to answer.
         vllm_flags: further flags of `vllm serve`.
+        mode: whether AgentSpec drafts inside vLLM or in a draft server beside it.
     """
 
     model: str
@@ -53,10 +58,57 @@ class ServerOptions:
     max_model_len: int = 1024
     start_deadline_s: float = 300.0
     vllm_flags: tuple[str, ...] = ()
+    mode: Mode = "embedded"
+
+
+class ProcessGroup:
+    """A process and all that it starts, which end together.
+
+    Args:
+        log_path: of what they print; written anew.
+    """
+
+    def __init__(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,  # Ctrl-C in the terminal is ours to pass on, and the group is ours to end
+            )
+
+    @property
+    def process_id(self) -> int:
+        """Of the process, and of the group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """End the whole group: first politely, then by force."""
+        self._signal(signal.SIGTERM)
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return
 
 
 class VllmServer:
-    """One server process in a process group of its own; as a context manager it is always stopped.
+    """One server, with the draft server that it asks in mode `sidecar`; as a context manager it is always stopped.
 
     Args:
         decoding: how it decodes.
@@ -67,8 +119,10 @@ class VllmServer:
         self.decoding = decoding
         self.log_path = options.log_folder / f"server-{decoding}.log"
         self._options = options
-        self._port, self._metrics_port = _free_ports(2)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._port, self._metrics_port, self._sidecar_metrics_port = _free_ports(3)
+        self._process: ProcessGroup | None = None
+        self._sidecar: ProcessGroup | None = None
+        self._socket_folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def base_url(self) -> str:
@@ -81,26 +135,42 @@ class VllmServer:
         return f"http://127.0.0.1:{self._port}/metrics"
 
     @property
-    def agentspec_metrics_url(self) -> str | None:
-        """Where AgentSpec's counters are; None for the other ways of decoding."""
-        return f"http://127.0.0.1:{self._metrics_port}/metrics" if self.decoding == "agentspec" else None
+    def agentspec_metrics_urls(self) -> tuple[str, ...]:
+        """Where AgentSpec's counters are; empty for the other ways of decoding."""
+        if self.decoding != "agentspec":
+            return ()
+        ports = (self._metrics_port, self._sidecar_metrics_port) if self._has_sidecar else (self._metrics_port,)
+        return tuple(f"http://127.0.0.1:{port}/metrics" for port in ports)
 
     @property
     def process_id(self) -> int | None:
         """Process and process group while it was started and not stopped, else None."""
-        return None if self._process is None else self._process.pid
+        return None if self._process is None else self._process.process_id
+
+    @property
+    def _has_sidecar(self) -> bool:
+        return self.decoding == "agentspec" and self._options.mode == "sidecar"
+
+    @property
+    def _socket(self) -> str:
+        if self._socket_folder is None:  # short: a socket's path has 107 bytes
+            self._socket_folder = tempfile.TemporaryDirectory(prefix="agentspec-")
+            Path(self._socket_folder.name).chmod(0o2770)
+        return f"{self._socket_folder.name}/draft.sock"
 
     def start(self) -> None:
-        """Start the process and return at once."""
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *self.command()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.environment(os.environ),
-                start_new_session=True,  # Ctrl-C in the terminal is ours to pass on, and the group is ours to end
-            )
+        """Start the processes and return at once."""
+        environment = self.environment(os.environ)
+        if self._has_sidecar:
+            log_path = self._options.log_folder / "server-sidecar.log"
+            self._sidecar = ProcessGroup(self.sidecar_command(), log_path, environment)
+        self._process = ProcessGroup(self.command(), self.log_path, environment)
+
+    def sidecar_command(self) -> list[str]:
+        """Module and arguments of the draft server."""
+        drafts = str(self._options.num_speculative_tokens)
+        ports = ("--metrics-port", str(self._sidecar_metrics_port))
+        return [_SIDECAR, "serve", "--socket", self._socket, "--num-speculative-tokens", drafts, *ports]
 
     def command(self) -> list[str]:
         """Module and arguments that `python -m` runs."""
@@ -115,7 +185,12 @@ class VllmServer:
             return [_VLLM, *flags]
         flags += ["--per-request-spec-decode-metrics", "detailed"]
         if self.decoding == "agentspec":
-            agentspec = {"num_speculative_tokens": options.num_speculative_tokens, "metrics_port": self._metrics_port}
+            agentspec: dict[str, str | int] = {
+                "num_speculative_tokens": options.num_speculative_tokens,
+                "metrics_port": self._metrics_port,
+            }
+            if self._has_sidecar:
+                agentspec |= {"mode": "sidecar", "socket": self._socket}
             return [_AGENTSPEC, *flags, "--additional-config", json.dumps({"agentspec": agentspec})]
         ngram = {
             "method": "ngram",
@@ -169,22 +244,19 @@ class VllmServer:
         """
         if self._process is None:
             raise ServerError(f"the {self.decoding} server was not started")
-        if (code := self._process.poll()) is not None:
+        if (code := self._process.exit_code) is not None:
             raise ServerError(f"the {self.decoding} server ended with code {code}{self._log_tail()}")
 
     def stop(self) -> None:
-        """End the whole process group: first politely, then by force. May be called again."""
+        """End all that was started. May be called again."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        _signal_group(process.pid, signal.SIGTERM)
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            _signal_group(process.pid, signal.SIGKILL)
-            process.wait()
+        sidecar, self._sidecar = self._sidecar, None
+        for group in (process, sidecar):
+            if group is not None:
+                group.stop()
+        if self._socket_folder is not None:
+            self._socket_folder.cleanup()
+            self._socket_folder = None
 
     def __enter__(self) -> VllmServer:
         return self
@@ -214,10 +286,3 @@ def _free_ports(count: int) -> list[int]:
     finally:
         for probe in sockets:
             probe.close()
-
-
-def _signal_group(group_id: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group_id, number)
-    except ProcessLookupError:
-        return

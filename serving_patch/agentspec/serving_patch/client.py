@@ -5,28 +5,21 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
-from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
-
-import numpy as np
 
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
 from agentspec.sidecar.grammar_store import OWN_GRAMMAR, GrammarStore
 from agentspec.sidecar.grammars import GrammarError
 from agentspec.sidecar.tags import Tags
 
+from .command_queue import CommandQueue
+from .mailbox import Fallbacks, StepMailbox
+
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
 
-LOG_INTERVAL_S = 60.0
-MAX_QUEUED_TOKENS = 1 << 22  # 16 MiB of prompts and steps that wait for a stuck client
-COMMAND_TOKENS = 64  # what a queued command counts beside its tokens
 CLIENT_SHARE = 0.75  # of the deadline goes to the client, so that its partial answer still arrives in time
-MAX_SKIPPED_STEPS = 64
-INDEXED_TOKENS_PER_MS = 4000  # of prompts that wait in the queue; more than fit into the deadline are not waited for
 JOIN_TIMEOUT_S = 2.0
 
 
@@ -57,37 +50,6 @@ class DraftClient(Protocol):
     def shutdown(self) -> None:
         """Let go of threads, sockets and memory; no call follows."""
         ...
-
-
-class Fallbacks:
-    """Counts by reason why requests were not drafted for as they should, and logs each reason once a minute.
-
-    Args:
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._logged_at: dict[str, float] = {}
-
-    def note(self, reason: str, detail: object = "") -> None:
-        """Count one event; `detail` must hold no prompt or output text."""
-        now = self._clock()
-        with self._lock:
-            self._counts[reason] += 1
-            count = self._counts[reason]
-            is_due = now - self._logged_at.get(reason, -LOG_INTERVAL_S) >= LOG_INTERVAL_S
-            if is_due:
-                self._logged_at[reason] = now
-        if is_due:
-            logger.warning("agentspec fallback %s (%d so far): %s", reason, count, detail)
-
-    def counts(self) -> dict[str, int]:
-        """Events since the start, by reason."""
-        with self._lock:
-            return dict(self._counts)
 
 
 class EmbeddedClient:
@@ -136,30 +98,6 @@ class EmbeddedClient:
             return OWN_GRAMMAR
 
 
-def check_drafts(step: StepRequest, drafts: StepDrafts, vocab_size: int) -> None:
-    """Verify that drafts answer the step and may be given to vLLM.
-
-    Raises:
-        ValueError: another step, a wrong shape, a row over its room, the batch over its budget, or a token id outside
-            the vocabulary. The message names the row or the value.
-    """
-    if drafts.step_id != step.step_id:
-        raise ValueError(f"drafts of step {drafts.step_id} came for step {step.step_id}")
-    lengths = np.asarray(drafts.draft_lengths)
-    tokens = np.asarray(drafts.draft_token_ids)
-    if lengths.dtype.kind not in "iu" or lengths.shape != step.handles.shape:
-        raise ValueError(f"draft lengths: expected integers of shape {step.handles.shape}, got shape {lengths.shape}")
-    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-        raise ValueError(f"draft token ids: expected a flat array of integers, got shape {tokens.shape}")
-    if ((lengths < 0) | (lengths > step.max_draft_tokens)).any():
-        row = int(np.argmax((lengths < 0) | (lengths > step.max_draft_tokens)))
-        raise ValueError(f"draft length {lengths[row]} of row {row}, room is {step.max_draft_tokens[row]}")
-    if not lengths.sum() == tokens.size <= step.token_budget:
-        raise ValueError(f"{tokens.size} draft tokens for lengths of {lengths.sum()}, budget {step.token_budget}")
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        raise ValueError(f"draft token ids from {tokens.min()} to {tokens.max()}, vocab_size {vocab_size}")
-
-
 class GuardedClient:
     """Runs another client on one helper thread, its only caller, so that it can neither block nor break the hook.
 
@@ -176,22 +114,13 @@ class GuardedClient:
 
     def __init__(self, client: DraftClient, *, vocab_size: int, fallbacks: Fallbacks, deadline_ms: float) -> None:
         self._client = client
-        self._vocab_size = vocab_size
         self._fallbacks = fallbacks
         self._client_deadline_ms = deadline_ms * CLIENT_SHARE
         self._changed = threading.Condition()
         # All below is guarded by the condition's lock.
-        self._commands: deque[tuple[int, Callable[[], None]]] = deque()
-        self._num_queued_tokens = 0  # of the running command too
+        self._mailbox = StepMailbox(self._changed, vocab_size=vocab_size, fallbacks=fallbacks)
+        self._commands: CommandQueue[Callable[[], None]] = CommandQueue()
         self._known_handles: set[int] = set()  # opened at the client and not closed: only these need a close
-        self._step: StepRequest | None = None  # submitted last
-        self._answered_step_id = -1
-        self._drafts: StepDrafts | None = None  # of the answered step
-        self._lost_handles: set[int] = set()  # the client asked to open them again
-        self._first_resync_step_id = 0  # answers to older steps do not know the last resync yet
-        self._is_behind = False
-        self._num_misses = 0  # in a row
-        self._num_steps_to_skip = 0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="agentspec-draft", daemon=True)
         self._thread.start()
@@ -206,10 +135,8 @@ class GuardedClient:
     def submit(self, step: StepRequest) -> None:
         """Queue the step for drafting; dropped when the queue is full."""
         with self._changed:
-            if self._enqueue(step.token_ids.size + step.handles.size, functools.partial(self._answer, step)):
-                self._step = step
-            else:
-                self._step = None
+            is_queued = self._enqueue(step.token_ids.size + step.handles.size, functools.partial(self._answer, step))
+            self._mailbox.post(step if is_queued else None)
 
     def collect(self, *, deadline_ms: float) -> StepDrafts | None:
         """Return checked drafts of the last submitted step if they come within `deadline_ms`.
@@ -217,26 +144,16 @@ class GuardedClient:
         A deadline of 0 takes what is there. The reply may hold no drafts but handles to open again.
         """
         with self._changed:
-            step = self._step
-            if step is None:
-                return None
-            if self._answered_step_id != step.step_id and deadline_ms > 0:
-                self._wait_for(step, deadline_ms)
-            drafts = self._drafts if self._answered_step_id == step.step_id else None
-            self._drafts = None
-            if self._lost_handles:
-                lost = np.array(sorted(self._lost_handles), np.int64)
-                self._lost_handles.clear()
-                self._first_resync_step_id = step.step_id + 1
-                drafts = replace(drafts or _no_drafts(step), resync_handles=lost)
-            return drafts
+            return self._mailbox.collect(deadline_ms=deadline_ms, num_tokens_ahead=self._commands.num_tokens)
 
     def close(self, handle: int, reason: FinishReason, true_length: int, tail: TokenIds) -> None:
         """Queue `close`; never dropped for a handle that the client knows, so its histories cannot leak."""
         with self._changed:
             if handle in self._known_handles:
                 self._known_handles.remove(handle)
-                self._append(tail.size, functools.partial(self._client.close, handle, reason, true_length, tail))
+                command = functools.partial(self._client.close, handle, reason, true_length, tail)
+                self._commands.add(command, tail.size, is_needed=True)
+                self._changed.notify_all()
 
     def shutdown(self) -> None:
         """Finish what is queued, shut the client down and join the thread; a stuck thread is left behind after 2 s."""
@@ -248,35 +165,11 @@ class GuardedClient:
             logger.warning("agentspec: the draft client hangs; its thread ends with the process")
 
     def _enqueue(self, num_tokens: int, command: Callable[[], None]) -> bool:
-        if self._is_stopping or self._num_queued_tokens + num_tokens + COMMAND_TOKENS > MAX_QUEUED_TOKENS:
+        if self._is_stopping or not self._commands.add(command, num_tokens):
             self._fallbacks.note("queue_full", f"{len(self._commands)} commands wait for the draft client")
             return False
-        self._append(num_tokens, command)
-        return True
-
-    def _append(self, num_tokens: int, command: Callable[[], None]) -> None:
-        self._num_queued_tokens += num_tokens + COMMAND_TOKENS
-        self._commands.append((num_tokens + COMMAND_TOKENS, command))
         self._changed.notify_all()
-
-    def _wait_for(self, step: StepRequest, deadline_ms: float) -> None:
-        if self._is_behind:
-            self._fallbacks.note("behind", "the draft client has not come back from an earlier step")
-            return
-        if self._num_queued_tokens > deadline_ms * INDEXED_TOKENS_PER_MS:
-            self._fallbacks.note("behind", f"{self._num_queued_tokens} tokens wait for the draft client")
-            return
-        if self._num_steps_to_skip > 0:
-            self._num_steps_to_skip -= 1
-            self._fallbacks.note("skipped", "the draft client was late several times in a row")
-            return
-        if self._changed.wait_for(lambda: self._answered_step_id == step.step_id, deadline_ms / 1000):
-            self._num_misses = 0
-            return
-        self._is_behind = True
-        self._num_steps_to_skip = min(2**self._num_misses, MAX_SKIPPED_STEPS) - 1
-        self._num_misses += 1
-        self._fallbacks.note("deadline", f"no drafts within {deadline_ms} ms")
+        return True
 
     def _run(self) -> None:
         while True:
@@ -284,13 +177,13 @@ class GuardedClient:
                 self._changed.wait_for(lambda: self._commands or self._is_stopping)
                 if not self._commands:
                     break
-                num_tokens, command = self._commands.popleft()
+                size, command = self._commands.take()
             try:
                 command()
             except Exception as error:  # noqa: BLE001  # the boundary: a failing drafter must never reach vLLM
                 self._fallbacks.note("client_error", repr(error))
             with self._changed:
-                self._num_queued_tokens -= num_tokens
+                self._commands.finish(size)
                 self._changed.notify_all()
         try:
             self._client.shutdown()
@@ -304,37 +197,5 @@ class GuardedClient:
             drafts = self._client.collect(deadline_ms=self._client_deadline_ms)
             if drafts is None:
                 self._fallbacks.note("no_answer", "the draft client had no drafts for a step")
-            else:
-                drafts = self._checked(step, drafts)
         finally:
-            self._deliver(step, drafts)
-
-    def _checked(self, step: StepRequest, drafts: StepDrafts) -> StepDrafts | None:
-        try:
-            check_drafts(step, drafts, self._vocab_size)
-        except (ValueError, TypeError, AttributeError) as error:
-            self._fallbacks.note("bad_drafts", repr(error))
-            return None
-        return drafts
-
-    def _deliver(self, step: StepRequest, drafts: StepDrafts | None) -> None:
-        with self._changed:
-            self._answered_step_id = step.step_id
-            self._drafts = drafts
-            if drafts is not None and step.step_id >= self._first_resync_step_id:
-                self._lost_handles.update(drafts.resync_handles.tolist())
-            if self._step is None or self._step.step_id == step.step_id:
-                self._is_behind = False
-            self._changed.notify_all()
-
-
-def _no_drafts(step: StepRequest) -> StepDrafts:
-    num_rows = len(step.handles)
-    return StepDrafts(
-        step_id=step.step_id,
-        draft_lengths=np.zeros(num_rows, np.int32),
-        draft_token_ids=np.empty(0, np.int32),
-        survival=np.empty(0, np.float32),
-        redundancy=np.zeros(num_rows, np.float32),
-        token_budget=step.token_budget,
-    )
+            self._mailbox.deliver(step.step_id, drafts)

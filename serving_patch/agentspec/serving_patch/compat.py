@@ -343,9 +343,25 @@ def read_grammar(model_config: Any) -> Grammar:
     return CHAT if tokenizer is None else grammar_of(tokenizer)
 
 
+def device_name() -> str:
+    """Name of the device that vLLM runs on, as its platform gives it."""
+    from vllm.platforms import current_platform  # noqa: PLC0415  # the CLI imports this without vLLM
+
+    return str(current_platform.get_device_name())
+
+
+def read_chat_template(model_config: Any) -> str:
+    """Read the chat template of a model's tokenizer; empty: it has none."""
+    from vllm.tokenizers import cached_tokenizer_from_config  # noqa: PLC0415  # the CLI imports this without vLLM
+
+    return _template_of(cached_tokenizer_from_config(model_config)) or ""
+
+
+def _template_of(tokenizer: Any) -> str | None:
+    template = getattr(tokenizer, "chat_template", None)
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
 def grammar_of(tokenizer: Any) -> Grammar:
     """Choose the block markers of a model's family by its tokenizer, of transformers or of vLLM."""
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = "\n".join(template.values())
-    return choose_grammar(template, [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()])
+    return choose_grammar(_template_of(tokenizer), [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()])

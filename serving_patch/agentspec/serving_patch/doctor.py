@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from agentspec.sidecar.grammars import preset_name
@@ -46,6 +47,8 @@ def examine(options: Options, model: str = "", environ: Mapping[str, str] = os.e
     """
     yield check_namespace()
     yield check_port(options.metrics_port)
+    if options.mode == "sidecar":
+        yield check_sidecar(options.socket)
     yield check_plugin(environ)
     version = _check("vllm", check_version)
     yield version
@@ -84,6 +87,27 @@ def check_port(port: int) -> Finding:
                 "set the option metrics_port, or stop what listens there",
             )
     return Finding("metrics port", "ok", str(port))
+
+
+def check_sidecar(path: Path) -> Finding:
+    """Ask the draft server who it is."""
+    from .sidecar_link import Link, LinkError  # noqa: PLC0415  # imports grpc, 0.2 s
+
+    fix = f"start it with `agentspec-sidecar serve --socket {path}`; until then the engine serves without drafts"
+    try:
+        link = Link(path)
+    except LinkError as error:
+        return Finding("draft server", "warn", str(error), fix)
+    try:
+        server = link.greet()
+    except LinkError as error:
+        return Finding("draft server", "warn", str(error), fix)
+    finally:
+        link.close()
+    num_models = len(server.models)
+    return Finding(
+        "draft server", "ok", f"{path}: version {server.version}, {num_models} model{'s' * (num_models != 1)}"
+    )
 
 
 def check_plugin(environ: Mapping[str, str]) -> Finding:

@@ -13,28 +13,20 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from agentspec.sidecar.budget import DEFAULT_INTENSITY, BudgetOptions
-from agentspec.sidecar.engine import Engine, FinishReason, StepDrafts, StepRequest, StepTiming
-from agentspec.sidecar.grammar_store import GrammarStore, server_grammars
-from agentspec.sidecar.grammars import preset_name
-from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, read_options
+from agentspec.sidecar.engine import FinishReason, StepDrafts, StepRequest, StepTiming
 from agentspec.sidecar.tags import UNTAGGED, Tags, TagsError, decode_tags
-from agentspec.sidecar.telemetry import MetricsExport, export_metrics
 
-from .client import DraftClient, EmbeddedClient, Fallbacks, GuardedClient
-from .compat import fix_sampling, probe, read_grammar, read_vocabulary, skip_rejection_without_drafts
-from .cost_model import CostModelFile, StepTimer, find_intensity, measure_cpu_intensity
+from .compat import fix_sampling, probe, skip_rejection_without_drafts
+from .cost_model import StepTimer
+from .drafting import Drafting
 from .request import PromptReader, can_verify, keeps_batch_plain, namespace_of, sampling_of
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
 
-GPU_DEADLINE_MS = 3.0
-CPU_DEADLINE_MS = 30.0
 MAX_PROMPT_TOKENS = 1 << 13  # read in one step: 0.2 ms
 
 FINISH_REASONS = {
@@ -86,22 +78,12 @@ class AgentSpecScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         probe(self.vllm_config, Scheduler)
-        self._options = _read_options(self.vllm_config)
-        self._max_draft_tokens = min(int(self.num_spec_tokens), self._options.num_speculative_tokens)
-        self._deadline_ms = self._options.deadline_ms or _default_deadline_ms(self.vllm_config)
-        self._fallbacks = Fallbacks()
-        self._vocab_size = int(self.vllm_config.model_config.get_vocab_size())
-        self._grammar = read_grammar(self.vllm_config.model_config)
-        self._metrics: MetricsExport | None = None
-        self._engine: Engine | None = None
-        self._budget = self._make_budget()
-        self._cost_model_file = CostModelFile(self._options.cost_model_file, _machine(self.vllm_config))
-        self._client: DraftClient = GuardedClient(
-            self._make_client(),
-            vocab_size=self._vocab_size,
-            fallbacks=self._fallbacks,
-            deadline_ms=self._deadline_ms,
-        )
+        self._drafting = Drafting(self.vllm_config, int(self.num_spec_tokens))
+        self._options = self._drafting.options
+        self._max_draft_tokens = self._drafting.max_draft_tokens
+        self._deadline_ms = self._drafting.deadline_ms
+        self._fallbacks = self._drafting.fallbacks
+        self._client = self._drafting.client
         self._rows: dict[str, _Row] = {}
         self._prompts: dict[int, tuple[_Row, PromptReader]] = {}  # by handle: rows whose prompt is being read
         self._next_handle = 0
@@ -113,7 +95,7 @@ class AgentSpecScheduler(Scheduler):
         self._timer = StepTimer()
         self._timing: StepTiming | None = None  # of the last step that ran
         self._switch_padding_off()
-        self._log_start()
+        self._drafting.log_start("v1")
 
     def add_request(self, request: Any) -> None:
         """Take note of a request beside which nobody may have a draft."""
@@ -168,11 +150,7 @@ class AgentSpecScheduler(Scheduler):
     def shutdown(self) -> None:
         """Stop the draft thread and the metrics server before vLLM's own parts."""
         with self._fail_open():
-            self._client.shutdown()
-            if self._metrics is not None:
-                self._metrics.shutdown()
-            if self._engine is not None:
-                self._cost_model_file.save(self._engine)
+            self._drafting.shutdown()
         super().shutdown()
 
     def _drop_drafts(self) -> None:
@@ -186,35 +164,6 @@ class AgentSpecScheduler(Scheduler):
         except Exception as error:  # noqa: BLE001  # the one boundary: vLLM goes on without drafts
             self._fallbacks.note("hook_error", repr(error))
 
-    def _make_budget(self) -> BudgetOptions:
-        intensity = self._options.arithmetic_intensity or _find_intensity(self.vllm_config)
-        if intensity is None:
-            self._fallbacks.note("unknown_device", "set arithmetic_intensity; until steps tell, that of an H200 counts")
-        return BudgetOptions(self._options.policy, intensity, capture_sizes=_capture_sizes(self.vllm_config))
-
-    def _make_client(self) -> DraftClient:
-        """Make what drafts and serve its metrics; runs once, before the guard's thread starts."""
-        engine = Engine(
-            read_vocabulary(self.vllm_config.model_config),
-            self._grammar,
-            num_speculative_tokens=self._max_draft_tokens,
-            history_bytes=self._options.history_bytes,
-            namespace_bytes=self._options.namespace_bytes,
-            ttl_s=self._options.ttl_s,
-            stored_tokens_per_s=self._options.stored_tokens_per_s,
-            is_strict=self._options.isolation == "strict",
-            budget=self._budget,
-        )
-        self._engine = engine
-        self._cost_model_file.load(engine)
-        port = self._options.metrics_port
-        if port:
-            port += self.parallel_config.data_parallel_index
-        if port or self._options.otlp_endpoint:
-            self._metrics = export_metrics(engine, self._fallbacks.counts, port, self._options.otlp_endpoint)
-        grammars = GrammarStore(engine, server_grammars(self._options))
-        return EmbeddedClient(engine, grammars=grammars, fallbacks=self._fallbacks)
-
     def _switch_padding_off(self) -> None:
         """Do without the drafts of -1 that vLLM gives a prompt whose prefix cache lacks its last token only.
 
@@ -222,21 +171,6 @@ class AgentSpecScheduler(Scheduler):
         """
         if getattr(self, "dynamic_sd_lookup", None) is None:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
-
-    def _log_start(self) -> None:
-        logger.info(
-            "agentspec: hook=v1 mode=embedded policy=%s K=%d arithmetic_intensity=%.0f deadline_ms=%g namespace=%s "
-            "isolation=%s grammar=%s metrics_port=%s otlp_endpoint=%s",
-            self._options.policy,
-            self._max_draft_tokens,
-            self._budget.arithmetic_intensity or DEFAULT_INTENSITY,
-            self._deadline_ms,
-            self._options.namespace,
-            self._options.isolation,
-            preset_name(self._grammar),
-            (self._metrics and self._metrics.port) or "off",
-            self._options.otlp_endpoint or "off",
-        )
 
     def _find_row(self, request: Any) -> _Row | None:
         row = self._rows.get(request.request_id)
@@ -260,7 +194,7 @@ class AgentSpecScheduler(Scheduler):
 
     def _open(self, row: _Row) -> None:
         row.position = 0
-        self._prompts[row.handle] = row, PromptReader(row.request, self._vocab_size)
+        self._prompts[row.handle] = row, PromptReader(row.request, self._drafting.vocab_size)
 
     def _read_prompts(self) -> None:
         """Read on in the prompts of new requests, and open those that are read."""
@@ -397,34 +331,3 @@ class AgentSpecScheduler(Scheduler):
                 if row.handle in lost:
                     self._open(row)
             self._read_prompts()
-
-
-def _read_options(vllm_config: Any) -> Options:
-    config = vllm_config.additional_config
-    return read_options(config.get(ADDITIONAL_CONFIG_KEY) if isinstance(config, dict) else None)
-
-
-def _find_intensity(vllm_config: Any) -> float | None:
-    if vllm_config.device_config.device_type == "cpu":
-        return measure_cpu_intensity(vllm_config.model_config.dtype.itemsize)
-    return find_intensity(current_platform.get_device_name())
-
-
-def _capture_sizes(vllm_config: Any) -> tuple[int, ...]:
-    """Tokens per step that vLLM has CUDA graphs for: a step is padded to the next one."""
-    compilation = vllm_config.compilation_config
-    mode = compilation.cudagraph_mode
-    if vllm_config.device_config.device_type == "cpu" or mode is None or mode.name == "NONE":
-        return ()
-    return tuple(sorted({int(size) for size in compilation.cudagraph_capture_sizes or ()}))
-
-
-def _machine(vllm_config: Any) -> str:
-    """What a saved cost model belongs to."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    device = current_platform.get_device_name()
-    return f"{device} | {model.model} | {model.dtype} | tp={parallel.tensor_parallel_size}"
-
-
-def _default_deadline_ms(vllm_config: Any) -> float:
-    return CPU_DEADLINE_MS if vllm_config.device_config.device_type == "cpu" else GPU_DEADLINE_MS

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from agentspec.sidecar.budget import MAX_INTENSITY, Policy
 from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS, TTL_S
@@ -19,15 +28,30 @@ ADDITIONAL_CONFIG_KEY = "agentspec"
 OTLP_ENDPOINT = r"^https?://[^/\s]{1,1000}/?$"
 NAMESPACE_PATTERN = r"^[\w.\-]+$"
 
+DEFAULT_SOCKET = Path("/run/agentspec/draft.sock")
+MAX_SOCKET_PATH = 107  # bytes, of the system
+
 
 class OptionsError(ValueError):
     """An option is unknown or out of range; the message names it and says what was expected."""
+
+
+def _check_socket(path: Path) -> Path:
+    size = len(os.fsencode(path.absolute()))
+    if size > MAX_SOCKET_PATH:
+        raise PydanticCustomError("socket", f"expected a path of at most {MAX_SOCKET_PATH} bytes, this one has {size}")
+    return path
+
+
+SocketPath = Annotated[Path, AfterValidator(_check_socket)]
 
 
 class Options(BaseModel):
     """Options of one draft engine.
 
     Attributes:
+        mode: `embedded` drafts in the engine's process, `sidecar` asks a draft server, which then holds the histories.
+        socket: Unix socket of that server.
         namespace: the tenant that this engine serves; a wall that no history crosses.
         num_speculative_tokens: longest draft of a request.
         policy: which draft tokens are verified, see `agentspec.sidecar.budget.Policy`; `goodput` verifies what pays.
@@ -48,6 +72,8 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    mode: Literal["embedded", "sidecar"] = "embedded"
+    socket: SocketPath = DEFAULT_SOCKET
     namespace: Annotated[str, Field(max_length=256, pattern=NAMESPACE_PATTERN)] = "default"
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 16
     policy: Policy = "goodput"

@@ -223,7 +223,7 @@ class ServedModels:
             ttl_s=options.ttl_s,
             stored_tokens_per_s=options.stored_tokens_per_s,
             is_strict=options.isolation == "strict",
-            budget=BudgetOptions(self._policy),
+            budget=BudgetOptions(self._policy, options.arithmetic_intensity),
         )
 
     def _new_client_id(self) -> int:

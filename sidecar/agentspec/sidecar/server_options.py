@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,20 +11,21 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from agentspec.sidecar.budget import Policy
+from agentspec.sidecar.budget import MAX_INTENSITY, Policy
 from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS
 from agentspec.sidecar.options import (
+    DEFAULT_SOCKET,
     MAX_HISTORY_BYTES,
     NAMESPACE_PATTERN,
     OTLP_ENDPOINT,
     STORED_TOKENS_PER_S,
     OptionsError,
+    SocketPath,
 )
 
 DISTRIBUTION = "agentspec-serving"
 MIB = 1 << 20
 GIB = 1 << 30
-MAX_SOCKET_PATH = 107  # bytes, of the system
 MAX_MESSAGE_BYTES = 64 * MIB
 
 _Port = Annotated[int, Field(ge=0, le=65535)]
@@ -39,8 +39,8 @@ class ServerOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    socket: Path = Field(
-        Path("/run/agentspec/draft.sock"),
+    socket: SocketPath = Field(
+        DEFAULT_SOCKET,
         description="Unix socket to listen on, made with mode 0660; at most 107 bytes.",
     )
     namespace: Annotated[str, Field(max_length=256, pattern=NAMESPACE_PATTERN)] = Field(
@@ -54,6 +54,9 @@ class ServerOptions(BaseModel):
     )
     isolation: Literal["soft", "strict"] = Field(
         "soft", description="soft: the block path weighs in the vote; strict: walls blocks off from each other."
+    )
+    arithmetic_intensity: Annotated[float, Field(ge=1, le=MAX_INTENSITY, allow_inf_nan=False)] | None = Field(
+        None, description="Tokens that an engine computes while it reads the weights; limits redundancy and uniform."
     )
     grammars_dir: Path | None = Field(
         None, description="Folder of block markers, <id>.json each, that requests may name in their tags."
@@ -112,9 +115,6 @@ class ServerOptions(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        size = len(os.fsencode(self.socket.absolute()))
-        if size > MAX_SOCKET_PATH:
-            raise ValueError(f"socket: expected a path of at most {MAX_SOCKET_PATH} bytes, got {size}")
         if self.namespace_bytes is not None and self.namespace_bytes > self.history_bytes:
             raise ValueError(
                 f"namespace_bytes: expected at most history_bytes, {self.history_bytes}, got {self.namespace_bytes}"

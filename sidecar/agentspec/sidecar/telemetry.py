@@ -9,11 +9,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 from wsgiref.simple_server import WSGIServer
+from wsgiref.types import WSGIApplication
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -82,6 +84,36 @@ class MeasuredEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What a client of a draft server has seen of it since the client started.
+
+    Attributes:
+        is_connected: whether its stream is up.
+        num_connections: streams that came up.
+        num_answers: answers to the step that was the latest then.
+        num_late_answers: those that a newer step had overtaken; dropped.
+        round_trip_s: from handing a step over to its answer, summed over `num_answers`.
+        num_resyncs: requests that the server asked to open again.
+    """
+
+    is_connected: bool
+    num_connections: int
+    num_answers: int
+    num_late_answers: int
+    round_trip_s: float
+    num_resyncs: int
+
+
+_LINK_COUNTERS: Mapping[str, tuple[Callable[[LinkFigures], float], str]] = {
+    "agentspec_sidecar_connections": (lambda seen: seen.num_connections, "Streams to the draft server that came up."),
+    "agentspec_sidecar_answers": (lambda seen: seen.num_answers, "Answers of the draft server to the latest step."),
+    "agentspec_sidecar_late_answers": (lambda seen: seen.num_late_answers, "Answers that came too late; dropped."),
+    "agentspec_sidecar_round_trip_seconds": (lambda seen: seen.round_trip_s, "Time until these answers, summed."),
+    "agentspec_sidecar_resyncs": (lambda seen: seen.num_resyncs, "Requests that the draft server asked for again."),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsExport:
     """Metrics on their way out of this process; its owner calls `shutdown`.
 
@@ -121,6 +153,47 @@ def export_metrics(
         otlp_endpoint: URL of the collector's gRPC port. Every `OTEL_EXPORTER_OTLP_*` variable counts, and
             `OTEL_METRIC_EXPORT_INTERVAL` (milliseconds, default 60,000).
     """
+    with_switch = partial(with_policy_switch, engine=engine)
+    return _export(lambda meter: _register(meter, engine, fallbacks), port, otlp_endpoint, with_switch)
+
+
+def export_link_metrics(
+    figures: Callable[[], LinkFigures],
+    fallbacks: Callable[[], Mapping[str, int]],
+    port: int,
+    otlp_endpoint: str | None = None,
+) -> MetricsExport:
+    """Export what a client sees of its draft server, which exports the figures of the engine itself.
+
+    Args:
+        figures: asked at each scrape and before each message, on a thread of its own.
+        fallbacks: see `export_metrics`, as all that follows.
+        port: 1 to 65535; 0: Prometheus finds nothing.
+        otlp_endpoint: URL of the collector's gRPC port.
+    """
+
+    def register(meter: Meter) -> None:
+        _add_fallbacks(meter, fallbacks)
+        for metric, (read, description) in _LINK_COUNTERS.items():
+            meter.create_observable_counter(metric, [_observe_one(_reader(read))], description=description)
+        meter.create_observable_gauge(
+            "agentspec_sidecar_connected",
+            [_observe_one(lambda: int(figures().is_connected))],
+            description="Whether the stream to the draft server is up.",
+        )
+
+    def _reader(read: Callable[[LinkFigures], float]) -> Callable[[], float]:
+        return lambda: read(figures())
+
+    return _export(register, port, otlp_endpoint)
+
+
+def _export(
+    register: Callable[[Meter], None],
+    port: int,
+    otlp_endpoint: str | None,
+    wrap: Callable[[WSGIApplication], WSGIApplication] = lambda app: app,
+) -> MetricsExport:
     readers: list[MetricReader] = []
     registry: CollectorRegistry | None = None
     if port:
@@ -129,7 +202,7 @@ def export_metrics(
     if otlp_endpoint:
         readers.append(_otlp_reader(otlp_endpoint))
     provider = MeterProvider(readers, resource=_resource(), shutdown_on_exit=False)
-    _register(provider, engine, fallbacks)
+    register(provider.get_meter(METER_NAME))
     if registry is None:
         return MetricsExport(0, provider)
     try:
@@ -137,7 +210,7 @@ def export_metrics(
     except (OSError, OverflowError) as error:
         logger.warning("agentspec: no metrics on port %d (%s); set the option metrics_port, 0 is off", port, error)
         return MetricsExport(0, provider)
-    server.set_app(with_policy_switch(make_wsgi_app(registry), engine))
+    server.set_app(wrap(make_wsgi_app(registry)))
     return MetricsExport(port, provider, server, thread)
 
 
@@ -165,17 +238,10 @@ def _resource() -> Resource:
     return Resource.create(attributes)
 
 
-def _register(provider: MeterProvider, engine: MeasuredEngine, fallbacks: Callable[[], Mapping[str, int]]) -> None:
-    meter = provider.get_meter(METER_NAME)
+def _register(meter: Meter, engine: MeasuredEngine, fallbacks: Callable[[], Mapping[str, int]]) -> None:
     for metric, (field, description) in BLOCK_COUNTERS.items():
         meter.create_observable_counter(metric, [_observe_blocks(engine, field)], description=description)
-
-    def observe_fallbacks(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(count, {"reason": reason}) for reason, count in fallbacks().items()]
-
-    meter.create_observable_counter(
-        "agentspec_fallbacks", [observe_fallbacks], description="Times that drafting fell back, by reason."
-    )
+    _add_fallbacks(meter, fallbacks)
     meter.create_observable_counter(
         "agentspec_block_recoveries",
         [_observe_one(engine.num_recoveries)],
@@ -196,6 +262,15 @@ def _register(provider: MeterProvider, engine: MeasuredEngine, fallbacks: Callab
     register_budget(meter, engine)
 
 
+def _add_fallbacks(meter: Meter, fallbacks: Callable[[], Mapping[str, int]]) -> None:
+    def observe_fallbacks(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(count, {"reason": reason}) for reason, count in fallbacks().items()]
+
+    meter.create_observable_counter(
+        "agentspec_fallbacks", [observe_fallbacks], description="Times that drafting fell back, by reason."
+    )
+
+
 def _observe_blocks(engine: MeasuredEngine, field: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
     def observe(_: CallbackOptions) -> Iterable[Observation]:
         for row in engine.stats():
@@ -210,7 +285,7 @@ def _observe_blocks(engine: MeasuredEngine, field: str) -> Callable[[CallbackOpt
     return observe
 
 
-def _observe_one(read: Callable[[], int]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+def _observe_one(read: Callable[[], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
     def observe(_: CallbackOptions) -> Iterable[Observation]:
         yield Observation(read())
 
