@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo check test test-slow bench proto clean setup-demo lint sanitizers
+.PHONY: help setup demo check test test-slow deploy-test deploy-files bench proto clean setup-demo lint sanitizers
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHON ?= python3
@@ -28,7 +28,7 @@ demo: setup-demo ## serve a small model to 16 agents: plain, ngram and AgentSpec
 	@python -m agentspec.benchmarks.demo
 
 check: setup lint ## lint, types, tests without vLLM; under a minute
-	python -m pytest -m "not vllm and not slow and not gpu"
+	python -m pytest -m "not vllm and not slow and not gpu and not deploy"
 
 lint:
 	ruff check .
@@ -45,7 +45,7 @@ test test-slow: export VLLM_NO_USAGE_STATS ?= 1
 test test-slow: export DO_NOT_TRACK ?= 1
 
 test: setup ## all tests but the slow ones and those that need a GPU
-	python -m pytest -m "not slow and not gpu"
+	python -m pytest -m "not slow and not gpu and not deploy"
 
 test-slow: setup sanitizers ## soaks, long fuzzing, the core under ASan, UBSan and TSan
 	python -m pytest -m "slow and not gpu" || [ $$? -eq 5 ]
@@ -69,6 +69,16 @@ build/proto/tools: Makefile
 proto: setup build/proto/tools ## generate the protobuf code that is committed, and lint the contract
 	build/proto/bin/buf lint proto
 	$(PROTO_PYTHON) -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS)
+
+build/deploy/tools: .ci/deploy-tools .ci/debian
+	.ci/deploy-tools
+	@touch $@
+
+deploy-test: setup build/deploy/tools ## chart, manifests, images, alerts: render, validate, check against the code
+	python -m pytest -m deploy
+
+deploy-files: setup build/deploy/tools ## write what is made from the chart: its table of values, the Kustomize base
+	python -m tests.deploy_files
 
 clean: ## remove what was built; .venv keeps the packages
 	rm -rf build .mypy_cache .ruff_cache .hypothesis .venv/setup-* .venv/bin/redis-server
