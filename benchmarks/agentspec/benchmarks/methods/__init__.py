@@ -11,6 +11,7 @@ from agentspec.benchmarks.methods.arctic import Arctic
 from agentspec.benchmarks.methods.gpu_suffix import GpuSuffix
 from agentspec.benchmarks.methods.interface import Method, Setting
 from agentspec.benchmarks.methods.ngram import Ngram
+from agentspec.benchmarks.methods.replicas import Replicas, by_group, round_robin
 from agentspec.sidecar.budget import POLICIES
 from agentspec.sidecar.engine import Parts
 
@@ -26,6 +27,8 @@ METHODS: Mapping[str, Callable[[Setting], Method]] = MappingProxyType(
         "agentspec:no-live": lambda setting: AgentSpec(setting, has_live=False),
         "agentspec:no-wide": lambda setting: AgentSpec(setting, has_wide=False),
         "agentspec:strict": lambda setting: AgentSpec(setting, is_strict=True),
+        "replicas:group": lambda setting: Replicas(setting, by_group),
+        "replicas:round-robin": lambda setting: Replicas(setting, round_robin),
         "untagged": lambda setting: AgentSpec(setting, is_tagged=False),
         "ngram": lambda _setting: Ngram(),
         "arctic-d24": lambda setting: Arctic(24, setting.num_speculative_tokens),
