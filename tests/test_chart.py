@@ -172,9 +172,7 @@ def additional_config(manifests: list[Manifest]) -> Any:
     return json.loads(text.partition("=")[2])
 
 
-@pytest.mark.parametrize(
-    "file", [file for file in VALUES if file.stem not in {"sidecar", "full"}], ids=lambda f: f.stem
-)
+@pytest.mark.parametrize("file", VALUES, ids=lambda file: file.stem)
 def test_engine_takes_the_options_that_the_chart_writes(file: Path) -> None:
     options = additional_config(render(file))["agentspec"]
 

@@ -83,7 +83,7 @@ RAISED: dict[str, dict[str, str]] = {
         f"agentspec_open_requests{{{POD}}}": "3+0x120",
         f"agentspec_steps_total{{{POD}}}": "500+0x120",
     },
-    "AgentSpecSidecarDown": {f'up{{{POD}, container="agentspec-sidecar"}}': "0+0x120"},
+    "AgentSpecSidecarDown": {f"agentspec_sidecar_connected{{{POD}}}": "0+0x120"},
 }
 QUIET: dict[str, dict[str, str]] = {
     "AgentSpecBug": {f'agentspec_fallbacks_total{{{POD}, reason="deadline"}}': "0+1x120"},
@@ -108,7 +108,7 @@ QUIET: dict[str, dict[str, str]] = {
         f"agentspec_open_requests{{{POD}}}": "3+0x120",
         f"agentspec_steps_total{{{POD}}}": "500+1x120",
     },
-    "AgentSpecSidecarDown": {f'up{{{POD}, container="vllm"}}': "0+0x120"},
+    "AgentSpecSidecarDown": {f"agentspec_sidecar_connected{{{POD}}}": "0 1+0x119"},
 }
 
 

@@ -79,6 +79,17 @@ def test_an_archive_goes_out_and_in_again(server: SidecarProcess, tokenizer: Pat
     assert before == keys(server)
 
 
+def test_archive_is_read_from_standard_input(server: SidecarProcess, tmp_path: Path) -> None:
+    before = keys(server)
+    archive = tmp_path / "default.archive"
+    run(server, "export", "default", "-o", str(archive))
+    run(server, "delete-namespace", "default", "--yes")
+
+    assert 0 == run(server, "import", "-", input=archive.read_bytes()).exit_code
+
+    assert before == keys(server) != []
+
+
 def test_deleting_asks_first(server: SidecarProcess) -> None:
     result = run(server, "delete-namespace", "default", input="n\n")
 

@@ -25,6 +25,7 @@ DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 _model = click.option("--model", "fingerprint", metavar="FINGERPRINT", help="Which one, if the server has several.")
 _json = click.option("--json", "is_json", is_flag=True, help="Print JSON, for programs.")
 _EXISTING = click.Path(exists=True, path_type=Path)
+_STDIN = Path("-")
 
 
 @click.command()
@@ -88,7 +89,9 @@ def export(connection: Connection, namespace: str, output: IO[bytes], fingerprin
 
 @click.command("import")
 @connecting
-@click.argument("paths", metavar="LOGS...", nargs=-1, required=True, type=_EXISTING)
+@click.argument(
+    "paths", metavar="LOGS...", nargs=-1, required=True, type=click.Path(exists=True, allow_dash=True, path_type=Path)
+)
 @click.option("--namespace", default="", help="Where it goes. [the first that this client may use]")
 @click.option("--tokenizer", type=_EXISTING, help="tokenizer.json of the model; chat logs need it.")
 @click.option("--end-token", default="", help="Special token that ends an answer, as in <|im_end|>. [none]")
@@ -106,10 +109,11 @@ def import_(  # noqa: PLR0917  # click passes the options by name
     LOGS are archives of `export`, or chat logs: JSON lines (.jsonl, .jsonl.gz, or a folder of them) with `messages` as
     OpenAI's API takes them, beside `response` or `choices` if the answer is apart. Fields `workflow` and `stage` (or
     `node`) of a line choose the history; an engine drafts best from logs that carry the names it will see in tags.
+    `-` reads an archive from standard input.
     """
     model = connection.model(fingerprint)
-    files = [file for path in paths for file in find_traces(path)]
-    is_archive = {file: _is_archive(file) for file in files}
+    files = [file for path in paths for file in ([path] if path == _STDIN else find_traces(path))]
+    is_archive = {file: file == _STDIN or _is_archive(file) for file in files}
     encode = None if all(is_archive.values()) else _encoder(tokenizer, end_token)
     num_tokens = 0
     for file in files:
@@ -156,7 +160,7 @@ def _is_archive(path: Path) -> bool:
 def _import_archive(connection: Connection, path: Path, model: str, namespace: str) -> int:
     def parts() -> Iterator[history_pb2.ImportHistoryRequest]:
         head = {"model_fingerprint": model, "namespace": namespace}
-        with path.open("rb") as file:
+        with click.open_file(str(path), "rb") as file:
             while part := file.read(PART_BYTES):
                 yield history_pb2.ImportHistoryRequest(archive_part=part, **head)
                 head = {}
