@@ -96,6 +96,11 @@ class Stream:
     def send(self, **fields: Any) -> None:
         self._out.put(pb.DraftStreamRequest(**fields))
 
+    @property
+    def num_waiting(self) -> int:
+        """Messages that the transport has not taken yet."""
+        return self._out.qsize()
+
     def receive(self) -> pb.DraftStreamResponse:
         answer: pb.DraftStreamResponse = next(self.call)
         return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -66,12 +67,15 @@ class Calls:
         self._callers = callers
         self._streams: set[asyncio.Task[Any]] = set()
         self._is_draining = False
-        self.num_refused: dict[str, int] = {}
-        """By name of the gRPC code."""
+        self._refusals: Counter[str] = Counter()
 
     def note_refusal(self, code: grpc.StatusCode) -> None:
         """Count a refusal."""
-        self.num_refused[code.name] = self.num_refused.get(code.name, 0) + 1
+        self._refusals[code.name] += 1
+
+    def refusals(self) -> dict[str, int]:
+        """Counts by name of the gRPC code since the server started."""
+        return dict(self._refusals)
 
     def service(
         self,

@@ -22,9 +22,10 @@ from agentspec.sidecar.history_service import HistoryService
 from agentspec.sidecar.options import OptionsError
 from agentspec.sidecar.rpc import Calls
 from agentspec.sidecar.served_models import ServedModels
+from agentspec.sidecar.server_metrics import register_server
 from agentspec.sidecar.server_options import ServerOptions
 from agentspec.sidecar.socket_file import socket_umask
-from agentspec.sidecar.telemetry import export_metrics
+from agentspec.sidecar.telemetry import METER_NAME, export_metrics
 from agentspec.sidecar.tls import Certificates
 
 log = structlog.get_logger()
@@ -127,6 +128,7 @@ class DraftServer:
         port, endpoint = self._options.metrics_port, self._options.otlp_endpoint
         if port or endpoint:
             export = export_metrics(self.models, self.models.fallbacks, port, endpoint)
+            register_server(export.provider.get_meter(METER_NAME), self.models.num_streams, self._calls.refusals)
             stack.callback(export.shutdown)
 
 
