@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo check test test-slow deploy-test deploy-files bench proto clean setup-demo lint sanitizers
+.PHONY: help setup demo check test test-slow deploy-test deploy-files bench proto proto-release clean setup-demo lint sanitizers
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHON ?= python3
@@ -79,6 +79,9 @@ deploy-test: setup build/deploy/tools ## chart, manifests, images, alerts: rende
 
 deploy-files: setup build/deploy/tools ## write what is made from the chart: its table of values, the Kustomize base
 	python -m tests.deploy_files
+
+proto-release: build/proto/tools ## keep the contract of a release, which later ones must not break
+	build/proto/bin/buf build proto --exclude-source-info -o proto/released.binpb
 
 clean: ## remove what was built; .venv keeps the packages
 	rm -rf build .mypy_cache .ruff_cache .hypothesis .venv/setup-* .venv/bin/redis-server

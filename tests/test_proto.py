@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,28 @@ def test_the_committed_code_is_what_the_generator_makes(tools: Path, tmp_path: P
     assert made == {
         path.name: path.read_text() for path in CONTRACT.iterdir() if "_pb2" in path.name and path.is_file()
     }
+
+
+def broken_fields(tools: Path, contract: Path) -> tuple[int, str]:
+    command = [str(tools / "buf"), "breaking", str(contract), "--against", str(PROTO / "released.binpb")]
+    compared = subprocess.run(command, capture_output=True, text=True, check=False)
+    return compared.returncode, compared.stdout + compared.stderr
+
+
+def test_the_contract_still_serves_the_clients_of_the_last_release(tools: Path) -> None:
+    assert (0, "") == broken_fields(tools, PROTO)
+
+
+def test_a_field_with_another_number_would_break_them(tools: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "proto"
+    shutil.copytree(PROTO, changed)
+    file = changed / "agentspec/draft/v1/draft.proto"
+    file.write_text(file.read_text().replace("bytes handles = 2;", "bytes handles = 99;"))
+
+    code, message = broken_fields(tools, changed)
+
+    assert 0 != code
+    assert "handles" in message
 
 
 def test_the_contract_bends_no_lint_rule(tools: Path) -> None:
