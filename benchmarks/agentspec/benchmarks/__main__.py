@@ -31,11 +31,13 @@ from agentspec.benchmarks.report import (
     ENGINE_COLUMNS,
     EQUAL_REJECTION_COLUMNS,
     MIDDLEWARE_COLUMNS,
+    RPC_COLUMNS,
     output_console,
     print_table,
     write_json,
 )
 from agentspec.benchmarks.report_command import report
+from agentspec.benchmarks.rpc_bench import NUM_FIRST_STEPS, NUM_STEPS, RpcBench, RpcBenchError
 from agentspec.benchmarks.serve_command import serve
 from agentspec.sidecar.traces import Problem
 
@@ -58,6 +60,27 @@ def main() -> None:
 
 main.add_command(report)
 main.add_command(serve)
+
+
+@main.command()
+@click.option("--batch-size", multiple=True, type=click.IntRange(1, 4096), default=(1, 64, 256), show_default=True)
+@click.option("--steps", type=click.IntRange(2 * NUM_FIRST_STEPS), default=NUM_STEPS, show_default=True)
+@click.option("--json", "json_path", type=OUTPUT, help="Write the figures.")
+def rpc(batch_size: tuple[int, ...], steps: int, json_path: Path | None) -> None:
+    """Time that a hook is blocked by a draft server, beyond the engine's own, beside a bare round trip.
+
+    Starts a draft server and a peer that answers length-prefixed messages of the same bytes, each in a process of its
+    own; steps take turns, so that a busy machine disturbs all alike: compare machines by the ratio.
+    """
+    bench = RpcBench(steps)
+    with cell_progress() as on_progress:
+        try:
+            cells = bench.run(tuple(dict.fromkeys(batch_size)), lambda phase: on_progress(phase, 0, None))
+        except RpcBenchError as error:
+            raise click.ClickException(str(error)) from None
+    print_table(output_console(), "a step through a draft server, wall time on this machine", RPC_COLUMNS, cells)
+    if json_path:
+        write_json(json_path, {"command": "rpc", **bench.meta()}, cells=cells)
 
 
 @main.command()

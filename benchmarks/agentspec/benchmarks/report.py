@@ -66,6 +66,19 @@ MIDDLEWARE_COLUMNS: Columns = (
     ("added ratio", "added_ratio", ".2f"),
     ("tag bytes", "tag_bytes", "d"),
 )
+RPC_COLUMNS: Columns = (
+    ("batch", "batch_size", "d"),
+    ("blocked µs", "blocked_us", ".0f"),
+    ("p99", "blocked_p99_us", ".0f"),
+    ("framed µs", "framed_us", ".0f"),
+    ("p99", "framed_p99_us", ".0f"),
+    ("ratio", "ratio", ".2f"),
+    ("hook µs", "hook_us", ".0f"),
+    ("submit µs", "submit_us", ".0f"),
+    ("engine µs", "engine_us", ".0f"),
+    ("bytes out", "request_bytes", "d"),
+    ("bytes in", "answer_bytes", "d"),
+)
 SERVE_COLUMNS: Columns = (
     ("workload", "workload", "s"),
     ("batch", "batch_size", "d"),
