@@ -114,6 +114,21 @@ def test_short_prompts_are_opened_in_the_step_in_which_they_start(scheduler: Any
     assert scheduler._client.opened == [30] * 256
 
 
+def test_first_step_of_a_traced_request_belongs_to_its_trace_and_no_other_does(scheduler: Any) -> None:
+    traced, plain = request(0, 10), request(1, 10)
+    traced.trace_headers = {"traceparent": "00-trace-span-01", "tracestate": "x=y"}
+    start(scheduler, plain, traced)
+    scheduler._read_prompts()
+    seen = []
+    for tokens in ([plain], [plain, traced], [plain, traced]):
+        for each in tokens:
+            each.append_output_token_ids([5])
+        scheduler._submit_step()
+        seen.append(scheduler._client.steps[-1].traceparent)
+
+    assert seen == ["", "00-trace-span-01", ""]
+
+
 def test_row_takes_part_in_steps_once_its_prompt_is_read(scheduler: Any) -> None:
     long, short = request(0, 2 * SLICE), request(1, 10)
     start(scheduler, short, long)

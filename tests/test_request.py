@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentspec.serving_patch.request import PromptReader, forced_tool, namespace_of, sampling_of
+from agentspec.serving_patch.request import PromptReader, forced_tool, namespace_of, sampling_of, traceparent_of
 from agentspec.sidecar.engine import Sampling
 
 
@@ -40,6 +40,12 @@ def test_salts_and_adapters_of_one_engine_share_nothing() -> None:
 
     assert len(names) == 6
     assert all(name == "team" or name.startswith("team/") for name in names)
+
+
+def test_trace_context_is_the_requests_unless_it_is_longer_than_the_contract_takes() -> None:
+    headers: list[Any] = [None, {}, {"tracestate": "x"}, {"traceparent": "00-a-b-01"}, {"traceparent": "0" * 129}]
+
+    assert ["", "", "", "00-a-b-01", ""] == [traceparent_of(SimpleNamespace(trace_headers=each)) for each in headers]
 
 
 def constrained(schema: Any) -> Any:

@@ -22,7 +22,7 @@ from agentspec.sidecar.tags import UNTAGGED, Tags, TagsError, decode_tags
 from .compat import fix_sampling, probe, skip_rejection_without_drafts
 from .cost_model import StepTimer
 from .drafting import Drafting
-from .request import PromptReader, can_verify, keeps_batch_plain, namespace_of, sampling_of
+from .request import PromptReader, can_verify, keeps_batch_plain, namespace_of, sampling_of, traceparent_of
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
@@ -86,6 +86,7 @@ class AgentSpecScheduler(Scheduler):
         self._client = self._drafting.client
         self._rows: dict[str, _Row] = {}
         self._prompts: dict[int, tuple[_Row, PromptReader]] = {}  # by handle: rows whose prompt is being read
+        self._traceparents: dict[int, str] = {}  # by handle: traced requests that no step has had yet
         self._next_handle = 0
         self._step_id = 0
         self._step: StepRequest | None = None  # handed over and not collected
@@ -189,6 +190,8 @@ class AgentSpecScheduler(Scheduler):
         row = _Row(request, self._next_handle, tags, most)
         self._next_handle += 1
         self._rows[request.request_id] = row
+        if traceparent := traceparent_of(request):
+            self._traceparents[row.handle] = traceparent
         self._open(row)
         return row
 
@@ -220,6 +223,7 @@ class AgentSpecScheduler(Scheduler):
         row = self._rows.pop(request.request_id, None)
         if row is not None:
             self._prompts.pop(row.handle, None)
+            self._traceparents.pop(row.handle, None)
             output = request.output_token_ids
             reason = FINISH_REASONS.get(request.status, FinishReason.ERROR)
             self._client.close(row.handle, reason, len(output), np.array(output[row.position :], np.int32))
@@ -281,7 +285,15 @@ class AgentSpecScheduler(Scheduler):
             token_budget=budget,
             num_context_tokens=sum(row.request.num_tokens for row in rows),
             timing=self._timing,
+            traceparent=self._sample_trace(rows),
         )
+
+    def _sample_trace(self, rows: Sequence[_Row]) -> str:
+        """The trace of a request whose first step this is: the agent's own sampling decides which steps are traced."""
+        if not self._traceparents:
+            return ""
+        found = [self._traceparents.pop(row.handle) for row in rows if row.handle in self._traceparents]
+        return found[0] if found else ""
 
     def _room(self, row: _Row) -> int:
         if not row.max_draft_tokens:

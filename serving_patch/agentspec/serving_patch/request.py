@@ -11,6 +11,7 @@ import numpy as np
 
 from agentspec.sidecar.engine import Sampling, TokenIds
 
+MAX_TRACEPARENT_LENGTH = 128
 SAMPLING_EPSILON = 1e-5  # vLLM takes a smaller min_p for none
 
 
@@ -49,6 +50,12 @@ class PromptReader:
     def tokens(self) -> TokenIds:
         """The text read so far."""
         return self._slices[0] if len(self._slices) == 1 else np.concatenate([np.empty(0, np.int32), *self._slices])
+
+
+def traceparent_of(request: Any) -> str:
+    """W3C trace context that the request came with; empty: none."""
+    traceparent = (request.trace_headers or {}).get("traceparent", "")
+    return traceparent if len(traceparent) <= MAX_TRACEPARENT_LENGTH else ""
 
 
 def namespace_of(configured: str, request: Any) -> str:

@@ -90,6 +90,7 @@ def write_step(step: StepRequest, message: draft_pb2.Step) -> None:
     message.num_prefill_tokens = step.num_prefill_tokens
     message.token_budget = step.token_budget
     message.num_context_tokens = step.num_context_tokens
+    message.traceparent = step.traceparent
     if step.timing is not None and step.timing.duration_ms > 0:
         timing = message.timing
         timing.duration_ms = step.timing.duration_ms

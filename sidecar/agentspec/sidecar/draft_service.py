@@ -17,6 +17,7 @@ from agentspec.sidecar.rpc import Calls, Context, parse
 from agentspec.sidecar.served_model import Client, ServedModel, check_batch
 from agentspec.sidecar.served_models import ServedModels, VocabularyParts
 from agentspec.sidecar.server_options import ServerOptions, package_version
+from agentspec.sidecar.tracing import Tracing
 from agentspec.sidecar.wire import write_drafts
 
 MAX_TRACEPARENT_BYTES = 128
@@ -35,9 +36,13 @@ class DraftService:
         models: what is served.
         calls: makes the handlers.
         options: of the server.
+        tracing: makes the spans of sampled steps.
     """
 
-    def __init__(self, models: ServedModels, calls: Calls, options: ServerOptions) -> None:
+    def __init__(
+        self, models: ServedModels, calls: Calls, options: ServerOptions, tracing: Tracing | None = None
+    ) -> None:
+        self._tracing = tracing or Tracing()
         self._models = models
         self._calls = calls
         self._options = options
@@ -170,7 +175,9 @@ class DraftService:
         try:
             if len(step.traceparent) > MAX_TRACEPARENT_BYTES:
                 raise invalid("traceparent", f"expected at most {MAX_TRACEPARENT_BYTES} bytes")
-            drafts = model.step(client, step)
+            with self._tracing.step(step.traceparent, len(step.handles) // 8) as span:
+                drafts = model.step(client, step)
+                span.set_attribute("agentspec.num_draft_tokens", len(drafts.draft_token_ids))
         except RefusalError as error:
             return self._refused(error.within("step"), step.step_id)
         write_drafts(drafts, client.first_handle, response.drafts)

@@ -120,6 +120,7 @@ class StepRequest:
         timing: the last step that the target model has finished; None: not measured.
         client_id: which of several engines of the target model steps, as a draft server numbers them; each
             has a machine and a load of its own.
+        traceparent: W3C trace context that a span of this step belongs to; empty: none is wanted. At most 128 bytes.
     """
 
     step_id: int
@@ -136,6 +137,7 @@ class StepRequest:
     num_context_tokens: int = 0
     timing: StepTiming | None = None
     client_id: int = 0
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

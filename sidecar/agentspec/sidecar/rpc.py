@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -16,8 +16,11 @@ from google.protobuf.message_factory import GetMessageClass
 
 from agentspec.sidecar.callers import CallContext, Caller, Callers
 from agentspec.sidecar.refusal import RefusalError, invalid
+from agentspec.sidecar.tracing import OK, Tracing, note_code
 
 log = structlog.get_logger()
+
+ENDLESS = ("/agentspec.draft.v1.DraftService/DraftStream",)  # a span of it would end with the engine
 
 _Message = TypeVar("_Message", bound=Message)
 _Value = TypeVar("_Value")
@@ -32,6 +35,10 @@ class Context(CallContext, Protocol):
 
     async def write(self, message: bytes) -> None:
         """Send a message; returns when the transport took it."""
+        ...
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """Metadata of the call."""
         ...
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
@@ -61,10 +68,12 @@ class Calls:
 
     Args:
         callers: knows who calls.
+        tracing: makes a span of each call that ends by itself.
     """
 
-    def __init__(self, callers: Callers) -> None:
+    def __init__(self, callers: Callers, tracing: Tracing | None = None) -> None:
         self._callers = callers
+        self._tracing = tracing or Tracing()
         self._streams: set[asyncio.Task[Any]] = set()
         self._is_draining = False
         self._refusals: Counter[str] = Counter()
@@ -94,17 +103,20 @@ class Calls:
         """
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         for method in descriptor.methods:
+            path = f"/{descriptor.full_name}/{method.name}"
             request_class = GetMessageClass(method.input_type)
             if method.name in unary:
                 handlers[method.name] = grpc.unary_unary_rpc_method_handler(
-                    functools.partial(self._answer, unary[method.name], request_class)
+                    functools.partial(self._answer, path, unary[method.name], request_class)
                 )
             elif downloads and method.name in downloads:
                 handlers[method.name] = grpc.unary_stream_rpc_method_handler(
-                    functools.partial(self._send, downloads[method.name], request_class)
+                    functools.partial(self._send, path, downloads[method.name], request_class)
                 )
             elif method.name in streams:
-                handlers[method.name] = _stream_handler(method, functools.partial(self._follow, streams[method.name]))
+                handlers[method.name] = _stream_handler(
+                    method, functools.partial(self._follow, path, streams[method.name])
+                )
         return grpc.method_handlers_generic_handler(descriptor.full_name, handlers)
 
     async def drain(self, timeout_s: float) -> None:
@@ -120,19 +132,25 @@ class Calls:
         if streams:
             await asyncio.wait(streams, timeout=timeout_s)
 
-    async def _answer(self, handler: Handler, request_class: type[Message], raw: bytes, context: Context) -> bytes:
+    async def _answer(
+        self, path: str, handler: Handler, request_class: type[Message], raw: bytes, context: Context
+    ) -> bytes:
         async def call() -> bytes:
             return (await handler(parse(request_class, raw), self._callers.of(context))).SerializeToString()
 
-        return await self._guard(call(), context)
+        with self._tracing.call(path, _metadata(context)):
+            return await self._guard(call(), context)
 
-    async def _send(self, handler: DownloadHandler, request_class: type[Message], raw: bytes, context: Context) -> None:
+    async def _send(
+        self, path: str, handler: DownloadHandler, request_class: type[Message], raw: bytes, context: Context
+    ) -> None:
         async def call() -> None:
             await handler(parse(request_class, raw), context, self._callers.of(context))
 
-        await self._guard(call(), context)
+        with self._tracing.call(path, _metadata(context)):
+            await self._guard(call(), context)
 
-    async def _follow(self, handler: StreamHandler, _: Any, context: Context) -> bytes | None:
+    async def _follow(self, path: str, handler: StreamHandler, _: Any, context: Context) -> bytes | None:
         async def call() -> bytes | None:
             answer = await handler(context, self._callers.of(context))
             return None if answer is None else answer.SerializeToString()
@@ -141,25 +159,38 @@ class Calls:
         if task is not None:
             self._streams.add(task)
             task.add_done_callback(self._streams.discard)
-        return await self._guard(call(), context)
+        if path in ENDLESS:
+            return await self._guard(call(), context)
+        with self._tracing.call(path, _metadata(context)):
+            return await self._guard(call(), context)
 
     async def _guard(self, call: Awaitable[_Value], context: Context) -> _Value:
         try:
-            return await call
+            answer = await call
+            note_code(OK)
+            return answer
         except RefusalError as error:
             self.note_refusal(error.code)
+            note_code(error.code)
             await context.abort(error.code, str(error))
         except asyncio.CancelledError:
             if not self._is_draining:
                 raise
+            note_code(grpc.StatusCode.UNAVAILABLE)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining; try again")
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # the boundary: gRPC would answer UNKNOWN, with the text of the error
             self.note_refusal(grpc.StatusCode.INTERNAL)
+            note_code(grpc.StatusCode.INTERNAL)
             log.exception("call_failed", error=type(error).__name__)
             await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: a bug of the server, see its log")
         raise AssertionError("abort raises")
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    """Texts of a call's metadata, by key."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _stream_handler(method: Any, behaviour: Callable[..., Any]) -> grpc.RpcMethodHandler[Any, Any]:

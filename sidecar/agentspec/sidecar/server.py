@@ -25,8 +25,9 @@ from agentspec.sidecar.served_models import ServedModels
 from agentspec.sidecar.server_metrics import register_server
 from agentspec.sidecar.server_options import ServerOptions
 from agentspec.sidecar.socket_file import socket_umask
-from agentspec.sidecar.telemetry import METER_NAME, export_metrics
+from agentspec.sidecar.telemetry import METER_NAME, export_metrics, resource
 from agentspec.sidecar.tls import Certificates
+from agentspec.sidecar.tracing import Tracing
 
 log = structlog.get_logger()
 
@@ -48,7 +49,10 @@ class DraftServer:
         self._options = options
         self._certificates = certificates
         self._callers = Callers(options.namespace, options.tls_identities)
-        self._calls = Calls(self._callers)
+        self._tracing = Tracing()
+        if options.otlp_endpoint:
+            self._tracing = Tracing.to_collector(options.otlp_endpoint, resource())
+        self._calls = Calls(self._callers, self._tracing)
         self.models = ServedModels(options, grammars)
         self._health = HealthServicer()
         self._stop = asyncio.Event()
@@ -70,6 +74,7 @@ class DraftServer:
             tcp_port = self._bind_tcp(grpc_server)
             health_server, health_port = self._health_server()
             self._export_metrics(stack)
+            stack.callback(self._tracing.shutdown)
             for service in ("", DRAFT_SERVICE, HISTORY_SERVICE):
                 await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
             await grpc_server.start()
@@ -104,7 +109,7 @@ class DraftServer:
                 *_LISTENER,
             ],
         )
-        drafts = DraftService(self.models, self._calls, self._options)
+        drafts = DraftService(self.models, self._calls, self._options, self._tracing)
         histories = HistoryService(self.models, self._calls, self._options)
         server.add_generic_rpc_handlers((drafts.handler(), histories.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -109,7 +109,7 @@ class ServerOptions(BaseModel):
     otlp_endpoint: str | None = Field(
         None,
         pattern=OTLP_ENDPOINT,
-        description="gRPC port of an OpenTelemetry collector that gets the same metrics: http://HOST:4317.",
+        description="gRPC port of an OpenTelemetry collector that gets the same metrics, and spans: http://HOST:4317.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level of a log line.")
 

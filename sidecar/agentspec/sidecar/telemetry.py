@@ -201,7 +201,7 @@ def _export(
         readers.append(reader)
     if otlp_endpoint:
         readers.append(_otlp_reader(otlp_endpoint))
-    provider = MeterProvider(readers, resource=_resource(), shutdown_on_exit=False)
+    provider = MeterProvider(readers, resource=resource(), shutdown_on_exit=False)
     register(provider.get_meter(METER_NAME))
     if registry is None:
         return MetricsExport(0, provider)
@@ -230,7 +230,7 @@ def _otlp_reader(endpoint: str) -> MetricReader:
     return PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint))
 
 
-def _resource() -> Resource:
+def resource() -> Resource:
     """Who sends: one engine process, so that the collector keeps the counts of several apart."""
     attributes = {"service.instance.id": f"{socket.gethostname()}:{os.getpid()}"}
     if "OTEL_SERVICE_NAME" not in os.environ:
