@@ -131,6 +131,7 @@ class SidecarProcess:
             with self._changed:
                 self.events.append(json.loads(line))
                 self._changed.notify_all()
+        self.process.wait(START_S)  # whoever waits for an event learns that none will come
         with self._changed:
             self._changed.notify_all()
 

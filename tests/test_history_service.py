@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -251,3 +253,33 @@ def test_a_call_that_is_refused_names_its_field(
     histories: Any, call: Callable[[Any], Any], code: str, field: str
 ) -> None:
     assert (code, field) == status_of(lambda: call(histories))
+
+
+def test_an_answer_that_no_message_holds_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with running_sidecar(tmp_path / "s", "--max-message-bytes", "65536") as server:
+        server.registered()
+        histories: Any = server.histories()
+        for begin in range(0, 400, 100):
+            append(histories, *(block(ANSWER, stage=f"{number:0200}") for number in range(begin, begin + 100)))
+
+        with pytest.raises(grpc.RpcError) as raised:
+            list_keys(histories)
+
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED == raised.value.code()
+        assert "ask for less" in (raised.value.details() or "")
+
+
+@pytest.mark.slow
+def test_a_reader_that_hangs_does_not_keep_others_from_their_exports(tmp_path: Path) -> None:
+    with running_sidecar(tmp_path / "s", "--history-bytes", "256MiB") as server:
+        server.registered()
+        histories: Any = server.histories()
+        text = i32(*(number * number * 7919 % 256 for number in range(65536)))
+        for number in range(160):
+            append(histories, block(token_ids=text, stage=f"s{number}"))
+        request = history_pb2.ExportHistoryRequest(model_fingerprint=FINGERPRINT, namespace="default")
+        hanging = [histories.ExportHistory(request) for _ in range(2)]
+        assert all(len(next(call).archive_part) == 1 << 20 for call in hanging)
+
+        assert len(export(histories)) > 8 << 20
+        assert ["RESOURCE_EXHAUSTED"] * 2 == [status_of(functools.partial(list, call))[0] for call in hanging]

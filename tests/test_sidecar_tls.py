@@ -38,7 +38,7 @@ from agentspec.draft.v1.history_pb2_grpc import HistoryServiceStub
 from agentspec.sidecar.__main__ import main
 
 IDENTITIES = """
-engine-a = {namespaces = ["team-a", "shared"], history = true}
+engine-a = {namespaces = ["team-a", "shared", "team-a"], history = true}
 engine-b = {namespaces = ["team-b"]}
 """
 ANSWER = b"the plan is to search for papers"
@@ -212,11 +212,13 @@ def test_statistics_over_tcp_are_those_of_the_identitys_namespaces(server: TcpSe
 
         (model,) = service.GetStats(history_pb2.GetStatsRequest()).models
         keys = service.ListKeys(history_pb2.ListKeysRequest(model_fingerprint=FINGERPRINT)).keys
+        names = [(key.namespace, key.stage) for key in keys]
 
         allowed = {"team-a", "team-a/narrower", "shared"}
         assert "team-a" in {row.namespace for row in model.blocks} <= allowed
         assert 0 == model.num_open_requests
-        assert "team-a" in {key.namespace for key in keys} <= allowed
+        assert "team-a" in {name for name, _ in names} <= allowed
+        assert sorted(set(names)) == sorted(names)
     stream.end()
 
 

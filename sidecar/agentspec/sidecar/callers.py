@@ -107,7 +107,7 @@ def read_identities(path: Path) -> dict[str, Caller]:
         raise OptionsError(f"agentspec option 'tls_identities': {path}: {entry}: {first['msg']}") from None
     except (OSError, ValueError) as error:
         raise OptionsError(f"agentspec option 'tls_identities': {path}: {error}") from None
-    return {name: Caller(name, tuple(own.namespaces), own.history) for name, own in rights.items()}
+    return {name: Caller(name, tuple(dict.fromkeys(own.namespaces)), own.history) for name, own in rights.items()}
 
 
 class Callers:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -23,6 +24,9 @@ PART_S = 30
 MAX_TRANSFERS = 2  # exports and imports at a time: each holds a whole archive
 
 
+_Value = TypeVar("_Value")
+
+
 class HistoryService:
     """Answers for all models of a server.
 
@@ -35,7 +39,8 @@ class HistoryService:
     def __init__(self, models: ServedModels, calls: Calls, options: ServerOptions) -> None:
         self._models = models
         self._calls = calls
-        self._max_archive_bytes = int(options.history_bytes)
+        # A model's histories take four times the bytes of their archive: what is larger would not stay.
+        self._max_archive_bytes = int(options.history_bytes) // options.max_models // 2
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -100,44 +105,52 @@ class HistoryService:
             archive = await asyncio.to_thread(model.engine.export_histories, namespace)
             for begin in range(0, len(archive), PART_BYTES):
                 part = history_pb2.ExportHistoryResponse(archive_part=archive[begin : begin + PART_BYTES])
-                await context.write(part.SerializeToString())
+                await self._within(context.write(part.SerializeToString()), "the reader took no part")
 
     async def import_history(self, context: Context, caller: Caller) -> Message:
         """Take an archive in parts, and add it."""
         caller.check_history_role()
         async with self._transfers:
             head: history_pb2.ImportHistoryRequest | None = None
-            archive = bytearray()
+            parts: list[bytes] = []
+            size = 0
             async for part in self._parts(context):
                 head = head or part
                 if len(part.archive_part) > PART_BYTES:
                     raise exhausted(
                         "archive_part", f"expected at most {PART_BYTES} bytes, got {len(part.archive_part)}"
                     )
-                archive += part.archive_part
-                if len(archive) > self._max_archive_bytes:
+                parts.append(part.archive_part)
+                size += len(part.archive_part)
+                if size > self._max_archive_bytes:
                     raise exhausted(
-                        "archive_part", f"the archive is larger than history_bytes, {self._max_archive_bytes}"
+                        "archive_part",
+                        f"the archive is larger than half of a model's history_bytes, {self._max_archive_bytes}",
                     )
             head = head or history_pb2.ImportHistoryRequest()
             namespace = caller.namespace(head.namespace)
             model = self._models.get(head.model_fingerprint)
             try:
-                num_tokens = await asyncio.to_thread(model.engine.import_histories, bytes(archive), within=namespace)
+                num_tokens = await asyncio.to_thread(model.engine.import_histories, b"".join(parts), within=namespace)
             except ArchiveError as error:
                 raise invalid("archive_part", str(error)) from None
         return history_pb2.ImportHistoryResponse(num_tokens=num_tokens)
 
     async def _parts(self, context: Context) -> AsyncIterator[history_pb2.ImportHistoryRequest]:
         while True:
-            try:
-                async with asyncio.timeout(PART_S):
-                    raw = await context.read()
-            except TimeoutError:
-                raise exhausted("", f"no part came within {PART_S} s") from None
+            raw = await self._within(context.read(), "no part came")
             if raw is grpc.aio.EOF:
                 return
             yield parse(history_pb2.ImportHistoryRequest, raw)
+
+    @staticmethod
+    async def _within(transfer: Awaitable[_Value], failure: str) -> _Value:
+        """Wait for one part: a peer that hangs must not keep others from their transfers."""
+        try:
+            async with asyncio.timeout(PART_S):
+                return await transfer
+        except TimeoutError:
+            raise exhausted("", f"{failure} within {PART_S} s") from None
 
     def _named(self, fingerprint: str) -> Sequence[ServedModel]:
         if not fingerprint:

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from agentspec.sidecar.callers import CallContext, Caller, Callers
-from agentspec.sidecar.refusal import RefusalError, invalid
+from agentspec.sidecar.refusal import RefusalError, exhausted, invalid
 from agentspec.sidecar.tracing import OK, Tracing, note_code
 
 log = structlog.get_logger()
@@ -68,11 +68,13 @@ class Calls:
 
     Args:
         callers: knows who calls.
+        max_message_bytes: of an answer.
         tracing: makes a span of each call that ends by itself.
     """
 
-    def __init__(self, callers: Callers, tracing: Tracing | None = None) -> None:
+    def __init__(self, callers: Callers, max_message_bytes: int, tracing: Tracing | None = None) -> None:
         self._callers = callers
+        self._max_message_bytes = max_message_bytes
         self._tracing = tracing or Tracing()
         self._streams: set[asyncio.Task[Any]] = set()
         self._is_draining = False
@@ -136,7 +138,12 @@ class Calls:
         self, path: str, handler: Handler, request_class: type[Message], raw: bytes, context: Context
     ) -> bytes:
         async def call() -> bytes:
-            return (await handler(parse(request_class, raw), self._callers.of(context))).SerializeToString()
+            answer = await handler(parse(request_class, raw), self._callers.of(context))
+            if (size := answer.ByteSize()) > self._max_message_bytes:
+                raise exhausted(
+                    "", f"the answer has {size} bytes, the limit is {self._max_message_bytes}: ask for less"
+                )
+            return answer.SerializeToString()
 
         with self._tracing.call(path, _metadata(context)):
             return await self._guard(call(), context)

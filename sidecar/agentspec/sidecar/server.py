@@ -52,7 +52,7 @@ class DraftServer:
         self._tracing = Tracing()
         if options.otlp_endpoint:
             self._tracing = Tracing.to_collector(options.otlp_endpoint, resource())
-        self._calls = Calls(self._callers, self._tracing)
+        self._calls = Calls(self._callers, int(options.max_message_bytes), self._tracing)
         self.models = ServedModels(options, grammars)
         self._health = HealthServicer()
         self._stop = asyncio.Event()
