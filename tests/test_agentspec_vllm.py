@@ -15,6 +15,8 @@ from click.testing import CliRunner, Result
 from agentspec.serving_patch import __main__ as command_line
 from agentspec.serving_patch.__main__ import FlagError, build_flags, main
 from agentspec.serving_patch.compat import PROPOSER_CLS, SCHEDULER_CLS
+from agentspec.serving_patch.compat_v2 import V2_WORKER_CLS
+from agentspec.serving_patch.hook_choice import choose_hook
 
 
 def value_of(words: list[str], flag: str) -> Any:
@@ -32,6 +34,42 @@ def test_flags_name_scheduler_proposer_and_options() -> None:
         "num_speculative_tokens": 16,
     }
     assert value_of(words, "--additional-config")["agentspec"]["policy"] == "goodput"
+
+
+def test_flags_of_hook_v2_name_worker_scheduler_and_an_asynchronous_method() -> None:
+    words = build_flags([], {"AGENTSPEC_HOOK": "v2"})
+
+    assert words[words.index("--worker-cls") + 1] == V2_WORKER_CLS
+    assert words[words.index("--scheduler-cls") + 1].endswith("AgentSpecAsyncScheduler")
+    assert value_of(words, "--speculative-config")["method"] == "ngram_gpu"
+
+
+def test_hook_v2_takes_both_ways_of_scheduling() -> None:
+    synchronous = build_flags(["--no-async-scheduling"], {"AGENTSPEC_HOOK": "v2"})
+
+    assert synchronous[synchronous.index("--scheduler-cls") + 1].endswith("AgentSpecSyncScheduler")
+    assert "--async-scheduling" in build_flags(["--async-scheduling"], {"AGENTSPEC_HOOK": "v2"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "environ", "is_gpu", "name"),
+    [
+        ("auto", {}, True, "v2"),
+        ("auto", {}, False, "v1"),
+        ("auto", {"VLLM_USE_V2_MODEL_RUNNER": "0"}, True, "v1"),
+        ("auto", {"VLLM_USE_V2_MODEL_RUNNER": "1"}, False, "v2"),
+        ("v1", {}, True, "v1"),
+        ("v2", {}, False, "v2"),
+    ],
+)
+def test_hook_is_that_of_the_runner_that_vllm_takes(
+    asked: Any, environ: dict[str, str], is_gpu: bool, name: str
+) -> None:
+    choice = choose_hook(asked, environ, lambda: is_gpu)
+
+    assert choice.name == name
+    assert choice.reason
+    assert choice.price
 
 
 def test_flags_of_the_user_are_kept_in_order() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentspec.serving_patch import compat
+from agentspec.serving_patch import compat, model_reader
 from agentspec.serving_patch.compat import CompatibilityError, check_config, check_scheduler, check_version
 from agentspec.sidecar.grammars import CHAT, HARMONY, LLAMA, MISTRAL, Grammar
 
@@ -213,7 +213,7 @@ class TestVocabulary:
 
             config = ModelConfig(model=folder, skip_tokenizer_init=not has_tokenizer, dtype="float32")
             config.get_vocab_size = lambda: vocab_size
-            return compat.read_vocabulary(config)
+            return model_reader.read_vocabulary(config)
 
         return read
 
@@ -259,7 +259,7 @@ class TestVocabulary:
         import vllm.tokenizers  # noqa: PLC0415  # slow
 
         monkeypatch.setattr(vllm.tokenizers, "cached_tokenizer_from_config", lambda _: object())
-        vocabulary = compat.read_vocabulary(SimpleNamespace(get_vocab_size=lambda: 3))
+        vocabulary = model_reader.read_vocabulary(SimpleNamespace(get_vocab_size=lambda: 3))
 
         assert vocabulary == [b""] * 3
         assert "not understood" in agentspec_log.text
@@ -281,4 +281,4 @@ def tokenizer(template: str | dict[str, str] | None, *added: str) -> Any:
     ],
 )
 def test_tokenizer_chooses_the_grammar(tokenizer: Any, grammar: Grammar) -> None:
-    assert compat.grammar_of(tokenizer) is grammar
+    assert model_reader.grammar_of(tokenizer) is grammar

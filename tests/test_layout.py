@@ -35,7 +35,7 @@ class ImportRule:
     restricted: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
-VLLM_FILES = ("hook_v1.py", "hook_v2.py", "compat.py")
+VLLM_FILES = ("hook_v1.py", "hook_v2.py", "scheduler_v2.py", "compat.py", "compat_v2.py", "model_reader.py")
 # One row for each root; `benchmarks` may import everything.
 # What the hook takes of the sidecar's package: the engine and its words, no server.
 SIDECAR_PARTS = ("budget", "engine", "grammar_store", "grammars", "options", "store", "tags", "telemetry")

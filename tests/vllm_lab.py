@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from agentspec.serving_patch.client import DraftClient, EmbeddedClient
-from agentspec.serving_patch.compat import read_vocabulary, register
+from agentspec.serving_patch.compat import register
+from agentspec.serving_patch.model_reader import read_vocabulary
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepDrafts, StepRequest, TokenIds
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.tags import Tags

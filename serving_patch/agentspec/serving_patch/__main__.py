@@ -15,7 +15,9 @@ from agentspec.sidecar.grammar_store import server_grammars
 from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, OptionsError, read_options
 
 from .compat import PROPOSER_CLS, SCHEDULER_CLS, CompatibilityError, check_version
+from .compat_v2 import V2_SCHEDULERS, V2_SPEC_METHOD, V2_WORKER_CLS
 from .doctor import Finding, examine
+from .hook_choice import HookName, choose_hook
 
 VLLM_MODULE = "vllm.entrypoints.cli.main"
 ADDITIONAL_CONFIG = "--additional-config"
@@ -29,6 +31,10 @@ CONFLICTS = {
     "--spec-method": OURS,
     "--spec-model": OURS,
     "--spec-tokens": 'set {"agentspec": {"num_speculative_tokens": N}} in --additional-config',
+    "--worker-cls": OURS,
+}
+NO_ASYNC = "--no-async-scheduling"
+V1_CONFLICTS = {
     "--async-scheduling": "with vLLM's V1 runner drafts must be known before the next step is scheduled; remove it",
 }
 SHORT_FLAGS = {"-sc": "--speculative-config", "-pp": PIPELINE}
@@ -52,7 +58,8 @@ def build_flags(vllm_args: Sequence[str], environ: Mapping[str, str] = os.enviro
         FlagError: a flag conflicts, or an option of AgentSpec is wrong.
     """
     kept, config, options = _split_flags(vllm_args, environ)
-    return [*kept, *_our_flags(options, config)]
+    is_async = all(flag != NO_ASYNC for flag, _, _ in _flags(vllm_args))
+    return [*kept, *_our_flags(options, config, choose_hook(options.hook, environ).name, is_async=is_async)]
 
 
 def _split_flags(vllm_args: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, Any], Options]:
@@ -68,7 +75,11 @@ def _split_flags(vllm_args: Sequence[str], environ: Mapping[str, str]) -> tuple[
             config |= _read_json(value)
         else:
             kept += words
-    return kept, config, _read_options(config.get(ADDITIONAL_CONFIG_KEY), environ)
+    options = _read_options(config.get(ADDITIONAL_CONFIG_KEY), environ)
+    for flag, _, words in _flags(vllm_args):
+        if flag in V1_CONFLICTS and choose_hook(options.hook, environ).name == "v1":
+            raise FlagError(f"{words[0]}: {V1_CONFLICTS[flag]}")
+    return kept, config, options
 
 
 def read_flags(vllm_args: Sequence[str], environ: Mapping[str, str] = os.environ) -> Options:
@@ -80,15 +91,17 @@ def read_flags(vllm_args: Sequence[str], environ: Mapping[str, str] = os.environ
     return _split_flags(vllm_args, environ)[2]
 
 
-def _our_flags(options: Options, config: Mapping[str, Any]) -> list[str]:
-    speculative_config = {
-        "method": "custom_class",
-        "model": PROPOSER_CLS,
-        "num_speculative_tokens": options.num_speculative_tokens,
-    }
+def _our_flags(options: Options, config: Mapping[str, Any], hook: HookName, *, is_async: bool) -> list[str]:
     additional_config = {**config, ADDITIONAL_CONFIG_KEY: options.model_dump(mode="json", exclude_none=True)}
+    speculative_config: dict[str, Any] = {"num_speculative_tokens": options.num_speculative_tokens}
+    if hook == "v1":
+        classes = ["--scheduler-cls", SCHEDULER_CLS]
+        speculative_config |= {"method": "custom_class", "model": PROPOSER_CLS}
+    else:
+        classes = ["--worker-cls", V2_WORKER_CLS, "--scheduler-cls", V2_SCHEDULERS[is_async]]
+        speculative_config |= {"method": V2_SPEC_METHOD, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
     return [
-        *("--scheduler-cls", SCHEDULER_CLS),
+        *classes,
         *("--speculative-config", json.dumps(speculative_config)),
         *(ADDITIONAL_CONFIG, json.dumps(additional_config)),
     ]
@@ -118,7 +131,7 @@ def _full_name(name: str) -> str:
     name = SHORT_FLAGS.get(name, name.replace("_", "-"))
     if len(name) < MIN_ABBREVIATION:
         return ""
-    known = (*CONFLICTS, ADDITIONAL_CONFIG, PIPELINE)
+    known = (*CONFLICTS, *V1_CONFLICTS, NO_ASYNC, ADDITIONAL_CONFIG, PIPELINE)
     return name if name in known else next((flag for flag in known if flag.startswith(name)), "")
 
 

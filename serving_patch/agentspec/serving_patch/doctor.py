@@ -14,7 +14,10 @@ from typing import Literal
 from agentspec.sidecar.grammars import preset_name
 from agentspec.sidecar.options import Options
 
-from .compat import PLUGIN_GROUP, CompatibilityError, check_installed, check_version, read_model
+from .compat import PLUGIN_GROUP, CompatibilityError, check_installed, check_version
+from .compat_v2 import check_v2
+from .hook_choice import choose_hook
+from .model_reader import read_model
 
 PLUGIN_NAME = "agentspec"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
@@ -50,10 +53,12 @@ def examine(options: Options, model: str = "", environ: Mapping[str, str] = os.e
     if options.mode == "sidecar":
         yield check_sidecar(options.socket)
     yield check_plugin(environ)
+    choice = choose_hook(options.hook, environ)
+    yield Finding("hook", "ok", f"{choice.name} ({choice.reason}): {choice.price}")
     version = _check("vllm", check_version)
     yield version
     if version.status == "ok":
-        yield _check("vllm's scheduler", check_installed)
+        yield _check("vllm's scheduler", check_installed) if choice.name == "v1" else _check("vllm's runner", check_v2)
         if model:
             yield check_model(model)
 

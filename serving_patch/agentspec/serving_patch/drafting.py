@@ -15,9 +15,9 @@ from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, read_optio
 from agentspec.sidecar.telemetry import MetricsExport, export_link_metrics, export_metrics
 
 from .client import DraftClient, EmbeddedClient, GuardedClient
-from .compat import device_name, read_chat_template, read_grammar, read_vocabulary
 from .cost_model import CostModelFile, find_intensity, measure_cpu_intensity
 from .mailbox import Fallbacks
+from .model_reader import device_name, read_chat_template, read_grammar, read_vocabulary
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")

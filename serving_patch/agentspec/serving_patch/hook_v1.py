@@ -16,26 +16,27 @@ import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from agentspec.sidecar.engine import FinishReason, StepDrafts, StepRequest, StepTiming
-from agentspec.sidecar.tags import UNTAGGED, Tags, TagsError, decode_tags
+from agentspec.sidecar.engine import StepDrafts, StepRequest, StepTiming
+from agentspec.sidecar.tags import Tags
 
 from .compat import fix_sampling, probe, skip_rejection_without_drafts
 from .cost_model import StepTimer
 from .drafting import Drafting
-from .request import PromptReader, can_verify, keeps_batch_plain, namespace_of, sampling_of, traceparent_of
+from .request import (
+    PromptReader,
+    finish_reason,
+    keeps_batch_plain,
+    longest_draft,
+    namespace_of,
+    sampling_of,
+    tags_of,
+    traceparent_of,
+)
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
 
 MAX_PROMPT_TOKENS = 1 << 13  # read in one step: 0.2 ms
-
-FINISH_REASONS = {
-    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
-    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
-    RequestStatus.FINISHED_IGNORED: FinishReason.LENGTH,
-    RequestStatus.FINISHED_REPETITION: FinishReason.LENGTH,
-    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
-}
 
 
 class NullProposer:
@@ -180,13 +181,8 @@ class AgentSpecScheduler(Scheduler):
         # Pooling has no output; a streaming session turns its output into prompt, which no position survives.
         if request.sampling_params is None or request.resumable:
             return None
-        try:
-            tags = decode_tags(request.sampling_params.extra_args)
-        except TagsError as error:
-            self._fallbacks.note("bad_tags", error)
-            tags = UNTAGGED
-        may_draft = tags.speculate and can_verify(request.sampling_params)
-        most = min(self._max_draft_tokens, tags.max_draft_tokens) if may_draft else 0
+        tags = tags_of(request.sampling_params, self._fallbacks)
+        most = longest_draft(request.sampling_params, tags, self._max_draft_tokens)
         row = _Row(request, self._next_handle, tags, most)
         self._next_handle += 1
         self._rows[request.request_id] = row
@@ -225,8 +221,9 @@ class AgentSpecScheduler(Scheduler):
             self._prompts.pop(row.handle, None)
             self._traceparents.pop(row.handle, None)
             output = request.output_token_ids
-            reason = FINISH_REASONS.get(request.status, FinishReason.ERROR)
-            self._client.close(row.handle, reason, len(output), np.array(output[row.position :], np.int32))
+            self._client.close(
+                row.handle, finish_reason(request), len(output), np.array(output[row.position :], np.int32)
+            )
 
     def _count_verdicts(self, scheduler_output: Any, model_runner_output: Any) -> None:
         sampled = model_runner_output.sampled_token_ids

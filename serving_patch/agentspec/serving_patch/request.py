@@ -1,4 +1,4 @@
-"""What the hook reads of one request of vLLM when it opens it: prompt, sampling, tenant."""
+"""What the hooks read of one request of vLLM: prompt, tags, sampling, tenant, and how it ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from agentspec.sidecar.engine import Sampling, TokenIds
+from agentspec.sidecar.engine import FinishReason, Sampling, TokenIds
+from agentspec.sidecar.tags import UNTAGGED, Tags, TagsError, decode_tags
+
+from .mailbox import Fallbacks
+
+FINISH_REASONS = {
+    "FINISHED_STOPPED": FinishReason.STOP,
+    "FINISHED_LENGTH_CAPPED": FinishReason.LENGTH,
+    "FINISHED_IGNORED": FinishReason.LENGTH,
+    "FINISHED_REPETITION": FinishReason.LENGTH,
+    "FINISHED_ABORTED": FinishReason.ABORT,
+}
+"""By the name of vLLM's `RequestStatus`; every other one is an error."""
 
 MAX_TRACEPARENT_LENGTH = 128
 SAMPLING_EPSILON = 1e-5  # vLLM takes a smaller min_p for none
@@ -56,6 +68,25 @@ def traceparent_of(request: Any) -> str:
     """W3C trace context that the request came with; empty: none."""
     traceparent = (request.trace_headers or {}).get("traceparent", "")
     return traceparent if len(traceparent) <= MAX_TRACEPARENT_LENGTH else ""
+
+
+def tags_of(params: Any, fallbacks: Fallbacks) -> Tags:
+    """The tags of a request; those that are not version 1 are counted and dropped."""
+    try:
+        return decode_tags(params.extra_args)
+    except TagsError as error:
+        fallbacks.note("bad_tags", error)
+        return UNTAGGED
+
+
+def longest_draft(params: Any, tags: Tags, limit: int) -> int:
+    """Draft tokens that a request may have in a step, at most `limit`."""
+    return min(limit, tags.max_draft_tokens) if tags.speculate and can_verify(params) else 0
+
+
+def finish_reason(request: Any) -> FinishReason:
+    """How a request of vLLM's scheduler ended."""
+    return FINISH_REASONS.get(request.status.name, FinishReason.ERROR)
 
 
 def namespace_of(configured: str, request: Any) -> str:

@@ -50,6 +50,7 @@ class Options(BaseModel):
     """Options of one draft engine.
 
     Attributes:
+        hook: `v2` for vLLM's Model Runner V2, `v1` for the V1 runner; `auto`: V2 on a GPU, where vLLM runs it.
         mode: `embedded` drafts in the engine's process, `sidecar` asks a draft server, which then holds the histories.
         socket: Unix socket of that server.
         namespace: the tenant that this engine serves; a wall that no history crosses.
@@ -72,6 +73,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    hook: Literal["auto", "v1", "v2"] = "auto"
     mode: Literal["embedded", "sidecar"] = "embedded"
     socket: SocketPath = DEFAULT_SOCKET
     namespace: Annotated[str, Field(max_length=256, pattern=NAMESPACE_PATTERN)] = "default"
