@@ -15,6 +15,7 @@ from agentspec.benchmarks.__main__ import main
 from agentspec.benchmarks.serving.figures import cell_figures, latency_figures
 from agentspec.benchmarks.serving.player import CallTimes, CellPlayer, MismatchError, Step
 from agentspec.benchmarks.serving.protocol import CellDone, CellJob, ServedCall, ServedRun
+from agentspec.benchmarks.serving.quality import compare_outputs, read_tool_calls
 from agentspec.benchmarks.serving.random_model import QWEN_05B, kv_bytes_per_token
 from agentspec.benchmarks.serving.results import Cell, CellKey, Results, ResultsError
 from agentspec.benchmarks.serving.tool_time import ToolTime, parse_tool_time
@@ -251,6 +252,51 @@ def test_workload_cuts_prompts_at_their_front_and_outputs_at_their_end() -> None
 
 def test_keys_and_values_of_qwen_take_12_kib_a_token() -> None:
     assert kv_bytes_per_token(QWEN_05B, 2) == 12288
+
+
+def run_of(*calls: ServedCall) -> ServedRun:
+    return ServedRun(calls, is_recorded=True)
+
+
+def text(token_ids: Sequence[int]) -> str:
+    return bytes(token_ids).decode()
+
+
+def answer(written: str) -> tuple[int, ...]:
+    return tuple(written.encode())
+
+
+def test_answers_are_compared_call_by_call() -> None:
+    runs = [run_of(served(0), served(1)), run_of(served(2, run_id="q"))]
+    plain = {0: answer("abc"), 1: answer("final"), 2: answer("other"), 3: answer("only plain")}
+    other = {0: answer("abX"), 1: answer("final "), 2: answer("other")}
+    figures = compare_outputs(plain, other, runs, text)
+
+    assert (3, 1) == (figures["num_calls"], figures["num_identical_calls"])
+    assert (2, 2) == (figures["num_final_answers"], figures["num_equal_final_answers"])
+    assert [(0, 2), (1, 5)] == [(change["call"], change["token"]) for change in figures["changes"]]
+
+
+def test_tool_calls_are_compared_by_name_argument_names_and_arguments() -> None:
+    def call(name: str, **arguments: object) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    plain = call("a", x=1) + call("b", x=1) + call("c", x=1) + call("d", x=1)
+    other = call("a", x=1) + call("b", x=2) + call("c", y=1) + call("e", x=1)
+    figures = compare_outputs({0: answer(plain)}, {0: answer(other)}, [run_of(served(0))], text)
+
+    assert figures["num_tool_calls"] == 4
+    assert figures["num_equal_tool_names"] == 3
+    assert figures["num_equal_argument_names"] == 2
+    assert figures["num_equal_arguments"] == 1
+
+
+def test_broken_tool_call_has_no_name() -> None:
+    calls = read_tool_calls(
+        '<tool_call>{"name": </tool_call><tool_call>[1]</tool_call><tool_call>{"name": "a"}</tool_call>'
+    )
+
+    assert [None, None, "a"] == [call.name for call in calls]
 
 
 KEY = CellKey("w", 8, "agentspec", 0)

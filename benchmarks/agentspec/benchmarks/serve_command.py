@@ -243,7 +243,9 @@ def serve(  # noqa: PLR0917  # click passes the options by name
         except ResultsError as error:
             raise click.UsageError(str(error)) from None
         with cell_progress() as on_progress:
-            matrix = Matrix(plan, settings, workloads, block_names=played.block_names, results=results)
+            matrix = Matrix(
+                plan, settings, workloads, block_names=played.block_names, results=results, decode=loaded.decode
+            )
             matrix.run(on_progress)
     _show(results, problems)
 

@@ -110,6 +110,10 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def encode_checked(self, texts: Sequence[str]) -> list[EncodedText]:
         """Tokens of each text, and whether they give the text back."""
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)

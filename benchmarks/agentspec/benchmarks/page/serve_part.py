@@ -37,6 +37,31 @@ BUCKET_COLUMNS: Columns = (
     ("acc. length", "acceptance_length", ".2f"),
     ("goodput, tok/s", "decode_goodput", ".1f"),
 )
+QUALITY_COLUMNS: Columns = (
+    ("workload", "workload", "s"),
+    ("batch", "batch_size", "d"),
+    ("method", "method", "s"),
+    ("repeat", "repeat", "d"),
+    ("calls", "num_calls", "d"),
+    ("identical", "num_identical_calls", "d"),
+    ("final answers", "num_final_answers", "d"),
+    ("equal", "num_equal_final_answers", "d"),
+    ("tool calls", "num_tool_calls", "d"),
+    ("same name", "num_equal_tool_names", "d"),
+    ("same argument names", "num_equal_argument_names", "d"),
+    ("same arguments", "num_equal_arguments", "d"),
+)
+CHANGE_COLUMNS: Columns = (
+    ("workload", "workload", "s"),
+    ("batch", "batch_size", "d"),
+    ("method", "method", "s"),
+    ("repeat", "repeat", "d"),
+    ("run", "run_id", "s"),
+    ("node", "node", "s"),
+    ("call", "call", "d"),
+    ("first other token", "token", "d"),
+    ("of tokens", "num_tokens", "d"),
+)
 
 Cells = Sequence[Mapping[str, Any]]
 Read = Callable[[Mapping[str, Any]], float | None]
@@ -73,6 +98,12 @@ def serve_part(source: str, record: Mapping[str, Any]) -> Part:
         make_table("Measured by decode rows of the step", BUCKET_COLUMNS,
                    [{**_key(cell), **bucket} for cell in cells for bucket in cell["buckets"]]),
     ]  # fmt: skip
+    compared = [cell for cell in cells if cell["quality"]]
+    if compared:
+        rows = [{**_key(cell), **cell["quality"]} for cell in compared]
+        changes = [{**_key(cell), **change} for cell in compared for change in cell["quality"]["changes"]]
+        tables.append(make_table("Measured against plain decoding's answers", QUALITY_COLUMNS, rows))
+        tables.append(make_table("Measured changes of answers", CHANGE_COLUMNS, changes))
     failures = tuple(
         Failure(
             f"{cell['workload']}, batch {cell['batch_size']}, {cell['method']}, repeat {cell['repeat']}",

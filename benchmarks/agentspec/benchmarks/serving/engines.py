@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentspec.benchmarks.serving.protocol import EngineSettings, ServedCall
+from agentspec.sidecar.budget import POLICIES, Policy
 from agentspec.sidecar.engine import FinishReason, Sampling
 from agentspec.sidecar.tags import TAGS_KEY, Tags
 
@@ -44,7 +45,7 @@ ENGINE_KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Arguments of vLLM's `LLM` by the kind of engine, beside those that all share."""
 
-METHODS = (*ENGINE_KINDS,)
+METHODS = (*ENGINE_KINDS, *(f"agentspec:{policy}" for policy in POLICIES))
 """What may be measured: a kind of engine, or AgentSpec's with another policy."""
 
 
@@ -111,7 +112,8 @@ class AgentSpecDrafter(Drafter):
     def __init__(self, scheduler: Any) -> None:
         # The hook keeps its engine to itself: nothing but this benchmark writes histories past it.
         self._fallbacks = scheduler._fallbacks
-        self._engine = scheduler._client._client._engine
+        self._engine = scheduler._drafting._engine
+        self._default_policy: Policy = self._engine.policy
         self._num_cells = 0
         self._num_past = 0
         self._namespace = ""
@@ -123,8 +125,7 @@ class AgentSpecDrafter(Drafter):
 
         if self._namespace:
             self._engine.delete_namespace(self._namespace)
-        if policy is not None:
-            self._engine.set_policy(policy)
+        self._engine.set_policy(policy or self._default_policy)
         salt = f"cell-{self._num_cells}"
         self._num_cells += 1
         self._namespace = namespace_of(_NAMESPACE, _SaltedRequest(salt))

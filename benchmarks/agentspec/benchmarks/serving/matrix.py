@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from agentspec.benchmarks.figures import Figures
 from agentspec.benchmarks.serving.engine_process import EngineError, EngineProcess
 from agentspec.benchmarks.serving.protocol import CellDone, CellJob, EngineSettings, ServedCall, ServedRun, Signal
+from agentspec.benchmarks.serving.quality import Decode, compare_outputs
 from agentspec.benchmarks.serving.results import Cell, CellKey, Results
 from agentspec.benchmarks.serving.tool_time import ToolTime
 
@@ -86,6 +88,7 @@ class Matrix:
         workloads: by name.
         block_names: labels that `ServedCall.blocks` index.
         results: what was measured before; gets what is measured now.
+        decode: token ids to text, for the comparison of answers.
     """
 
     def __init__(
@@ -96,12 +99,14 @@ class Matrix:
         *,
         block_names: Sequence[str],
         results: Results,
+        decode: Decode,
     ) -> None:
         self._plan = plan
         self._settings = settings
         self._workloads = workloads
         self._block_names = block_names
         self._results = results
+        self._decode = decode
         self._on_progress: OnProgress = lambda _cell, _done, _total: None
 
     def run(self, on_progress: OnProgress = lambda _cell, _done, _total: None) -> None:
@@ -173,7 +178,8 @@ class Matrix:
         for method, result in done.items():
             cell_key = replace(key, method=method)
             if method != BASELINE or not self._results.has(cell_key):
-                self._results.add(Cell.of(cell_key, result, plain, self._block_names))
+                quality = None if method == BASELINE or plain is None else self._compare(key, plain, result)
+                self._results.add(Cell.of(cell_key, result, plain, self._block_names, quality))
         self._results.save()
 
     def _step(self, fleet: _Fleet, key: CellKey, engines: dict[str, EngineProcess]) -> None:
@@ -200,6 +206,13 @@ class Matrix:
             self._on_progress(title, min(counts, default=0), plan.num_steps)
             if min(counts, default=0) >= plan.num_steps:
                 break
+
+    def _compare(self, key: CellKey, plain: CellDone, result: CellDone) -> Figures | None:
+        """How far the answers are plain decoding's; None where outputs are forced."""
+        if self._settings.is_forced:
+            return None
+        runs = self._workloads[key.workload].runs[key.batch_size]
+        return compare_outputs(plain.outputs, result.outputs, runs, self._decode)
 
     def _fail(self, fleet: _Fleet, key: CellKey, failure: EngineError) -> None:
         self._results.add(Cell.failed(key, str(failure), failure.log_tail))

@@ -39,7 +39,14 @@ class Cell:
     figures: Mapping[str, Any]
 
     @classmethod
-    def of(cls, key: CellKey, done: CellDone, plain: CellDone | None, block_names: Sequence[str]) -> Cell:
+    def of(
+        cls,
+        key: CellKey,
+        done: CellDone,
+        plain: CellDone | None,
+        block_names: Sequence[str],
+        quality: Figures | None = None,
+    ) -> Cell:
         """A cell that was measured, beside plain decoding in the same lockstep (None: that failed)."""
         figures = {name: value for name, value in done.figures.items() if name != "block_counts"}
         reference: Mapping[str, Any] = {} if plain is None else plain.figures
@@ -53,6 +60,7 @@ class Cell:
                 "plain_decode_goodput": reference.get("decode_goodput"),
                 **figures,
                 "blocks": block_figures(done.figures["block_counts"], block_names),
+                "quality": quality,
             },
         )
 

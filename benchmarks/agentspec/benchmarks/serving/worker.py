@@ -26,6 +26,7 @@ from agentspec.benchmarks.serving.protocol import (
     Signal,
     StepDone,
 )
+from agentspec.serving_patch.compat import skip_rejection_without_drafts
 from agentspec.sidecar.engine import TokenIds
 
 logger = logging.getLogger("vllm.agentspec.bench")
@@ -51,6 +52,7 @@ class VllmEngine:
         self._scheduler = core.scheduler
         runner = core.model_executor.driver_worker.worker.model_runner
         self.device = str(self._llm.vllm_config.device_config.device_type)
+        skip_rejection_without_drafts()  # as our hook does; for every method, so that all have the same sampler
         if settings.is_forced:
             force_outputs(runner)
         self.drafter = make_drafter(settings.kind, core.scheduler, runner)
