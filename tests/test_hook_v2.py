@@ -9,12 +9,14 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.chi_square import p_value
 from tests.sidecar_lab import running_sidecar
 from tests.trace_lab import write_tokenizer
 from tests.v2_scenario import Outcome, Request, Scenario, mixed_requests, write_scenario, write_tiny_llama
@@ -164,6 +166,39 @@ def test_draft_server_drafts_as_the_embedded_engine_does(play: Play, plain: list
 
     assert all(tokens == plain for tokens in outcome.tokens)
     assert outcome.num_accepted_tokens > 50
+
+
+def test_both_hooks_have_the_same_acceptance(play: Play, plain: list[list[int]]) -> None:
+    v1, synchronous, asynchronous = (
+        play(num_rounds=2, options={"policy": "fixed"}, is_v1=is_v1, is_async=is_async)
+        for is_v1, is_async in ((True, False), (False, False), (False, True))
+    )
+
+    for outcome in (v1, synchronous, asynchronous):
+        assert all(tokens == plain for tokens in outcome.tokens)
+    rates = [each.num_accepted_tokens / each.num_draft_tokens for each in (v1, synchronous, asynchronous)]
+    assert max(rates) - min(rates) < 0.05
+    counts = [each.num_accepted_tokens for each in (v1, synchronous, asynchronous)]
+    assert max(counts) < 1.1 * min(counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_distribution_with_drafts_is_that_of_plain_decoding(play: Play) -> None:
+    prompt = mixed_requests()[2].prompt
+    sampling = {"max_tokens": 4, "temperature": 1.0, "top_k": 3, "ignore_eos": True}
+    requests = [Request(prompt, sampling)] * 128
+
+    def sample(**fields: Any) -> tuple[Counter[tuple[int, ...]], Outcome]:
+        outcome = play(requests, num_rounds=4, engine={"max_num_seqs": 32}, **fields)
+        return Counter(tuple(tokens) for answers in outcome.tokens for tokens in answers), outcome
+
+    (theirs, _), (ours, outcome) = sample(has_hook=False), sample(options={"policy": "fixed"})
+
+    assert len(theirs) >= 6
+    assert outcome.num_draft_tokens > 500
+    assert 0 < outcome.num_accepted_tokens < outcome.num_draft_tokens
+    assert p_value(theirs, ours) > 1e-4
 
 
 # --- what the hook assumes of vLLM ---

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.chi_square import p_value
 from tests.vllm_lab import Lab, OracleClient, Output, PlainEngine, SpyClient, drive, greedy, prompts, sampled
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -158,21 +158,6 @@ def sample(llm: Any, fields: dict[str, Any], before: Any = lambda: None) -> Coun
         before()
         counts.update(tokens(drive(llm, [PROMPT] * BATCH, sampled(3, **fields))))
     return counts
-
-
-def p_value(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> float:
-    """Of the hypothesis that two samples of equal size are of one distribution: chi-square; rare texts count together.
-
-    The tail of chi-square is that of Wilson and Hilferty's normal variable.
-    """
-    common = [text for text in one | other if one[text] + other[text] >= 20]
-    cells = [(one[text], other[text]) for text in common]
-    rest = NUM_SAMPLES - sum(cell[0] for cell in cells), NUM_SAMPLES - sum(cell[1] for cell in cells)
-    cells += [rest] if sum(rest) >= 20 else []
-    statistic = sum((left - right) ** 2 / (left + right) for left, right in cells)
-    freedom = len(cells) - 1
-    spread = 2 / (9 * freedom)
-    return 0.5 * math.erfc(((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(2 * spread))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests import v2_cpu  # isort: skip  # before vLLM
 
 import json
+import os
 import sys
 import threading
 import time
@@ -13,42 +14,48 @@ from typing import Any
 
 from tests.v2_scenario import K, Outcome, Scenario, read_scenario
 
+from agentspec.serving_patch.compat import PROPOSER_CLS, SCHEDULER_CLS
+from agentspec.serving_patch.compat_v2 import V2_SCHEDULERS
+
 
 def main() -> None:
     scenario = read_scenario(sys.argv[1])
-    v2_cpu.force_async(is_async=scenario.is_async)
-    v2_cpu.mend_kernels()
+    if scenario.is_v1:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    else:
+        v2_cpu.force_async(is_async=scenario.is_async)
+        v2_cpu.mend_kernels()
     print(json.dumps(asdict(play(scenario))))  # noqa: T201  # what the test reads
+
+
+def hook_v1() -> dict[str, Any]:
+    speculative = {"method": "custom_class", "model": PROPOSER_CLS, "num_speculative_tokens": K}
+    return {"scheduler_cls": SCHEDULER_CLS, "speculative_config": speculative}
+
+
+def hook_v2(*, is_async: bool) -> dict[str, Any]:
+    speculative = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1, "num_speculative_tokens": K}
+    worker = "tests.v2_worker.AgentSpecCPUWorker"
+    return {"worker_cls": worker, "scheduler_cls": V2_SCHEDULERS[is_async], "speculative_config": speculative}
 
 
 def make_engine(scenario: Scenario) -> Any:
     from vllm import LLM  # noqa: PLC0415  # after the environment
 
-    from agentspec.serving_patch.compat_v2 import V2_SCHEDULERS  # noqa: PLC0415
-
     options: dict[str, Any] = {}
     if scenario.has_hook:
-        options = {
-            "worker_cls": "tests.v2_worker.AgentSpecCPUWorker",
-            "scheduler_cls": V2_SCHEDULERS[scenario.is_async],
-            "speculative_config": {
-                "method": "ngram_gpu",
-                "num_speculative_tokens": K,
-                "prompt_lookup_min": 1,
-                "prompt_lookup_max": 1,
-            },
-            "additional_config": {"agentspec": {"metrics_port": 0, "deadline_ms": 5000, **scenario.options}},
-        }
+        options = hook_v1() if scenario.is_v1 else hook_v2(is_async=scenario.is_async)
+        ours = {"metrics_port": 0, "deadline_ms": 5000, **scenario.options}
+        options["additional_config"] = {"agentspec": ours}
     return LLM(
         model=scenario.model,
         dtype="float32",
         max_model_len=256,
-        max_num_seqs=4,
         enforce_eager=True,
         disable_log_stats=False,
         enable_prefix_caching=False,
         block_size=32,
-        **{"max_num_batched_tokens": 1024, **scenario.engine},
+        **{"max_num_seqs": 4, "max_num_batched_tokens": 1024, **scenario.engine},
         **options,
     )
 
@@ -114,7 +121,7 @@ def play(scenario: Scenario) -> Outcome:
 
     llm = make_engine(scenario)
     has_workers = scenario.engine.get("tensor_parallel_size", 1) > 1
-    spy = None if has_workers or not scenario.has_hook else Spy(llm)
+    spy = None if has_workers or not scenario.has_hook or scenario.is_v1 else Spy(llm)
     params = [
         SamplingParams(detokenize=False, extra_args=request.extra_args, **constrained(request.sampling))
         for request in scenario.requests

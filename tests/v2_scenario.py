@@ -29,6 +29,7 @@ class Scenario:
         model: folder.
         requests: of each round.
         has_hook: False: plain vLLM.
+        is_v1: the V1 runner and its hook instead.
         is_async: how it schedules.
         num_rounds: how often the requests are served; later ones find the text of earlier ones.
         engine: arguments of `LLM`.
@@ -39,6 +40,7 @@ class Scenario:
     model: str
     requests: list[Request]
     has_hook: bool = True
+    is_v1: bool = False
     is_async: bool = True
     num_rounds: int = 1
     engine: dict[str, Any] = field(default_factory=dict)
