@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,19 @@ def test_a_call_that_is_refused_names_its_field(
     histories: Any, call: Callable[[Any], Any], code: str, field: str
 ) -> None:
     assert (code, field) == status_of(lambda: call(histories))
+
+
+def test_an_import_that_may_not_be_is_refused_at_its_first_part(histories: Any) -> None:
+    is_refused = threading.Event()
+
+    def parts() -> Iterator[history_pb2.ImportHistoryRequest]:
+        yield history_pb2.ImportHistoryRequest(model_fingerprint=FINGERPRINT, namespace="other", archive_part=b"x")
+        is_refused.wait(30)
+
+    call = histories.ImportHistory.future(parts())
+
+    assert "PERMISSION_DENIED" == call.exception(timeout=20).code().name
+    is_refused.set()
 
 
 def test_an_answer_that_no_message_holds_is_refused_with_what_to_do(tmp_path: Path) -> None:

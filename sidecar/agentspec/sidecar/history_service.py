@@ -111,11 +111,11 @@ class HistoryService:
         """Take an archive in parts, and add it."""
         caller.check_history_role()
         async with self._transfers:
-            head: history_pb2.ImportHistoryRequest | None = None
+            target: tuple[str, ServedModel] | None = None
             parts: list[bytes] = []
             size = 0
             async for part in self._parts(context):
-                head = head or part
+                target = target or self._target(part, caller)
                 if len(part.archive_part) > PART_BYTES:
                     raise exhausted(
                         "archive_part", f"expected at most {PART_BYTES} bytes, got {len(part.archive_part)}"
@@ -127,14 +127,15 @@ class HistoryService:
                         "archive_part",
                         f"the archive is larger than half of a model's history_bytes, {self._max_archive_bytes}",
                     )
-            head = head or history_pb2.ImportHistoryRequest()
-            namespace = caller.namespace(head.namespace)
-            model = self._models.get(head.model_fingerprint)
+            namespace, model = target or self._target(history_pb2.ImportHistoryRequest(), caller)
             try:
                 num_tokens = await asyncio.to_thread(model.engine.import_histories, b"".join(parts), within=namespace)
             except ArchiveError as error:
                 raise invalid("archive_part", str(error)) from None
         return history_pb2.ImportHistoryResponse(num_tokens=num_tokens)
+
+    def _target(self, head: history_pb2.ImportHistoryRequest, caller: Caller) -> tuple[str, ServedModel]:
+        return caller.namespace(head.namespace), self._models.get(head.model_fingerprint)
 
     async def _parts(self, context: Context) -> AsyncIterator[history_pb2.ImportHistoryRequest]:
         while True:
