@@ -345,6 +345,18 @@ def _end_of(stream: Stream) -> grpc.StatusCode:
     return code
 
 
+@pytest.mark.slow
+def test_streams_that_never_say_whose_they_are_give_their_places_back(tmp_path: Path) -> None:
+    with running_sidecar(tmp_path / "s", "--max-calls", "4") as server:
+        stub = server.registered()
+        waiting = threading.Event()
+        silent: list[Any] = [stub.DraftStream(iter(waiting.wait, True)) for _ in range(4)]
+
+        eventually(lambda: _connects(stub))
+        assert {grpc.StatusCode.RESOURCE_EXHAUSTED} == {call.code() for call in silent}
+        waiting.set()
+
+
 def test_a_vocabulary_that_stops_coming_holds_up_no_step(server: SidecarProcess) -> None:
     never = threading.Event()
 

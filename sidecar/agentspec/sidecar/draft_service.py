@@ -25,6 +25,7 @@ MAX_TRACEPARENT_BYTES = 128
 MAX_INLINE_BYTES = 4 * 2048
 MAX_REGISTRATIONS = 2  # at a time: each may hold a vocabulary of 64 MiB
 REGISTRATION_S = 60
+FIRST_MESSAGE_S = 10  # a stream without it is no engine's, and takes a call's place
 
 _Item = TypeVar("_Item", draft_pb2.OpenRequest, draft_pb2.CloseRequest)
 
@@ -132,7 +133,11 @@ class DraftService:
 
     async def draft_stream(self, context: Context, caller: Caller) -> None:
         """Serve one engine until its stream ends; then close what it has left open."""
-        raw = await context.read()
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                raw = await context.read()
+        except TimeoutError:
+            raise exhausted("", f"the first message did not come within {FIRST_MESSAGE_S} s") from None
         if raw is grpc.aio.EOF:
             return
         message = parse(draft_pb2.DraftStreamRequest, raw)
