@@ -90,20 +90,19 @@ class Spy:
         client.submit = submit
 
     def _forbid_syncs(self) -> None:
+        """Count every wait of this thread for the device inside `propose`."""
         import torch  # noqa: PLC0415
 
         propose = self.runner.speculator.propose
         ours = threading.get_ident()
         is_inside = False
-        for name in ("item", "cpu", "tolist", "numpy"):
-            stock = getattr(torch.Tensor, name)
 
-            def guarded(tensor: Any, *args: Any, stock: Any = stock, name: str = name) -> Any:
-                if is_inside and threading.get_ident() == ours and name != "numpy":
-                    self.num_syncs += 1
-                return stock(tensor, *args)
+        def counting(stock: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.num_syncs += is_inside and threading.get_ident() == ours
+                return stock(*args, **kwargs)
 
-            setattr(torch.Tensor, name, guarded)
+            return call
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_inside
@@ -113,6 +112,18 @@ class Spy:
             finally:
                 is_inside = False
 
+        class Event(torch.cuda.Event):
+            synchronize: Any
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self.synchronize = counting(self.synchronize)
+
+        for name in ("item", "cpu", "tolist"):
+            setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+        torch.accelerator.synchronize = counting(torch.accelerator.synchronize)
+        torch.cuda.synchronize = counting(torch.cuda.synchronize)
+        torch.cuda.Event = Event
         self.runner.speculator.propose = watched
 
 
