@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo check test test-slow deploy-test deploy-files bench proto proto-release clean setup-demo lint sanitizers
+.PHONY: help setup demo check test test-slow deploy-test deploy-files bench bench-full proto proto-release clean setup-demo lint sanitizers
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHON ?= python3
@@ -57,8 +57,16 @@ sanitizers:
 	  build/$${build%:*}/core_test; \
 	done
 
-bench: setup ## time and memory of the engine beside its peers; `agentspec-bench --help` lists more
-	agentspec-bench engine
+bench: setup ## vLLM with AgentSpec, suffix decoding and neither on the bundled sample, in lockstep; ten minutes, resumable
+	@mkdir -p build/bench
+	agentspec-bench serve --batch-size 1 --batch-size 32 --method suffix --method agentspec --json build/bench/serve.json
+	agentspec-bench report build/bench/serve.json -o build/bench/report.html
+
+bench-full: setup ## every method on recorded runs (WARM=..., EVAL=...: traces); hours, resumable
+	@mkdir -p build/bench
+	agentspec-bench serve $(addprefix --warm ,$(WARM)) $(addprefix --eval ,$(EVAL)) $(addprefix --workload ,$(WORKLOADS)) --batch-size 1 --batch-size 8 \
+	  --batch-size 32 --batch-size 64 --method ngram --method suffix --method agentspec --method agentspec:off --json build/bench/full.json
+	agentspec-bench report build/bench/full.json -o build/bench/full.html
 
 # The tools live apart: their protobuf is the oldest that we support, and vLLM wants a newer one.
 build/proto/tools: Makefile

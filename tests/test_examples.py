@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from langchain_openai import ChatOpenAI
 from tests.openai_server import OpenAIServer, running_server
+
+from agentspec.benchmarks.counters import read_samples
+from agentspec.benchmarks.server import SERVED_NAME, ServerOptions, VllmServer
+from agentspec.middleware import AgentSpecMiddleware
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 # Workflow and first stages of each; `research_agents.py` is run by the demo and its tests.
@@ -42,3 +47,26 @@ def test_an_example_runs_and_its_calls_are_tagged(
 
 def test_every_example_is_run() -> None:
     assert {*EXAMPLES, "research_agents.py"} == {path.name for path in FOLDER.glob("*.py")}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_example_with_32_runs_at_once_on_vllm_shows_what_drafts_brought(model_path: str, tmp_path: Path) -> None:
+    build_graph = runpy.run_path(str(FOLDER / "plan_and_execute.py"))["build_graph"]
+    goals = [{"goal": f"Plan number {number}: move a small shop to the web"} for number in range(32)]
+    with VllmServer("agentspec", ServerOptions(model_path, tmp_path, 32, 8)) as vllm:
+        vllm.start()
+        vllm.wait_until_ready()
+        spec = AgentSpecMiddleware(workflow_id="plan-and-execute", base_urls=[vllm.base_url])
+        llm = ChatOpenAI(base_url=vllm.base_url, model=SERVED_NAME, api_key="x", temperature=0, max_tokens=48)  # type: ignore[arg-type,call-arg]
+        results = build_graph(llm, spec).batch(goals, {"max_concurrency": 32})
+        (metrics_url,) = vllm.agentspec_metrics_urls
+        labels = [dict(items) for name, items in read_samples(metrics_url) if name == "agentspec_accepted_tokens_total"]
+
+    assert len(results) == 32
+    assert all(bool(result["summary"]) for result in results)
+    stages = {stats.stage: stats for stats in spec.stats()}
+    assert set(stages) == {"plan", "execute", "summarize"}
+    assert stages["plan"].num_calls == stages["summarize"].num_calls == 32
+    assert {label["stage"] for label in labels if label["workflow"] == "plan-and-execute"} == set(stages)
+    assert sum(stats.accepted_tokens for stats in stages.values()) > 100
