@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from collections.abc import Iterator
@@ -51,15 +52,22 @@ def test_every_example_is_run() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_an_example_with_32_runs_at_once_on_vllm_shows_what_drafts_brought(model_path: str, tmp_path: Path) -> None:
-    build_graph = runpy.run_path(str(FOLDER / "plan_and_execute.py"))["build_graph"]
+def test_an_example_with_32_runs_at_once_on_vllm_shows_what_drafts_brought(
+    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec_of_file = importlib.util.spec_from_file_location("plan_and_execute", FOLDER / "plan_and_execute.py")
+    assert spec_of_file is not None
+    assert spec_of_file.loader is not None
+    example = importlib.util.module_from_spec(spec_of_file)
+    monkeypatch.setitem(sys.modules, "plan_and_execute", example)  # its graph's state is looked up there
+    spec_of_file.loader.exec_module(example)
     goals = [{"goal": f"Plan number {number}: move a small shop to the web"} for number in range(32)]
     with VllmServer("agentspec", ServerOptions(model_path, tmp_path, 32, 8)) as vllm:
         vllm.start()
         vllm.wait_until_ready()
         spec = AgentSpecMiddleware(workflow_id="plan-and-execute", base_urls=[vllm.base_url])
         llm = ChatOpenAI(base_url=vllm.base_url, model=SERVED_NAME, api_key="x", temperature=0, max_tokens=48)  # type: ignore[arg-type,call-arg]
-        results = build_graph(llm, spec).batch(goals, {"max_concurrency": 32})
+        results = example.build_graph(llm, spec).batch(goals, {"max_concurrency": 32})
         (metrics_url,) = vllm.agentspec_metrics_urls
         labels = [dict(items) for name, items in read_samples(metrics_url) if name == "agentspec_accepted_tokens_total"]
 
