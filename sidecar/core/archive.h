@@ -32,20 +32,39 @@ struct ArchivedHistory {
   std::vector<ArchivedText> texts;  // oldest first
 };
 
-// Format, version 2: "ASPH", version, fingerprint of the vocabulary, histories, checksum of all before it. Numbers are
-// LEB128, tokens are token + 1, strings are prefixed by their length.
-class ArchiveWriter {
+// Numbers are LEB128, tokens are token + 1, strings are prefixed by their length.
+class ByteWriter {
+ public:
+  void Number(uint64_t value);
+  void String(std::string_view text);
+  void Text(const ArchivedText& text);
+
+ protected:
+  std::string bytes_;
+};
+
+// Throws ArchiveError: the bytes end too early, or a value is out of its bound.
+class ByteReader {
+ public:
+  explicit ByteReader(std::string_view bytes) : bytes_(bytes) {}
+  uint64_t Number();
+  std::string String();
+  ArchivedText Text(int32_t vocab_size);
+  bool is_done() const { return at_ == bytes_.size(); }
+
+ private:
+  std::string_view bytes_;
+  size_t at_ = 0;
+};
+
+// Format, version 2: "ASPH", version, fingerprint of the vocabulary, histories, checksum of all before it.
+class ArchiveWriter : private ByteWriter {
  public:
   explicit ArchiveWriter(uint64_t vocabulary_fingerprint);
   void BeginHistory(std::string_view history_namespace, std::string_view stage);
   void AddText(const ArchivedText& text);
   void EndHistory();
   std::string Finish() &&;
-
- private:
-  void Number(uint64_t value);
-  void String(std::string_view text);
-  std::string bytes_;
 };
 
 // Reads a whole archive, or throws ArchiveError. `vocab_size` bounds the token ids.

@@ -230,6 +230,24 @@ ArrayOut<int32_t> Allocate(const ArrayIn<float>& scores, const ArrayIn<int32_t>&
   return Move(std::move(budgets));
 }
 
+// Namespace, segments, tokens and bytes of each batch; the namespaces in use.
+using Blocks = std::tuple<std::vector<std::tuple<std::string, size_t, size_t, nb::bytes>>, std::vector<std::string>>;
+
+Blocks TakeBlocks(agentspec::Engine& engine, int64_t timeout_us) {
+  std::vector<std::string> namespaces;
+  std::vector<agentspec::SegmentBatch> batches;
+  {
+    nb::gil_scoped_release release;
+    batches = engine.TakeBlocks(std::chrono::microseconds(timeout_us), namespaces);
+  }
+  Blocks blocks;
+  for (auto& batch : batches)
+    std::get<0>(blocks).emplace_back(std::move(batch.history_namespace), batch.num_segments, batch.num_tokens,
+                                     nb::bytes(batch.bytes.data(), batch.bytes.size()));
+  std::get<1>(blocks) = std::move(namespaces);
+  return blocks;
+}
+
 }  // namespace
 
 NB_MODULE(_core, module) {
@@ -326,6 +344,17 @@ NB_MODULE(_core, module) {
             return tuples;
           },
           "history_namespace"_a)
+      .def("share_blocks", &Engine::ShareBlocks, "max_waiting_tokens"_a, Unlocked())
+      .def("take_blocks", &TakeBlocks, "timeout_us"_a)
+      .def(
+          "merge_blocks",
+          [](Engine& engine, const std::string& history_namespace, const nb::bytes& blocks, uint64_t origin) {
+            std::string_view bytes(blocks.c_str(), blocks.size());
+            nb::gil_scoped_release release;
+            return engine.MergeBlocks(history_namespace, bytes, origin);
+          },
+          "history_namespace"_a, "blocks"_a, "origin"_a)
+      .def("num_unshared_tokens", &Engine::NumUnsharedTokens, Unlocked())
       .def("delete_namespace", &Engine::DeleteNamespace, "history_namespace"_a, Unlocked())
       .def("forget_unused", &Engine::ForgetUnused, "max_age_s"_a, Unlocked())
       .def("block_path", &Engine::BlockPath, "handle"_a, Unlocked())

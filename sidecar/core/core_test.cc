@@ -2,6 +2,7 @@
 #include "core_test.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <iterator>
@@ -180,17 +181,31 @@ EngineOptions Options(uint32_t seed, size_t history_bytes) {
   return options;
 }
 
+// What `source` has for other engines goes to `target`.
+void Carry(Engine& source, Engine& target, std::chrono::microseconds timeout = {}) {
+  std::vector<std::string> namespaces;
+  for (const auto& batch : source.TakeBlocks(timeout, namespaces)) {
+    CHECK(target.MergeBlocks(batch.history_namespace, batch.bytes, 1) <= batch.num_tokens);
+    CHECK(batch.num_segments > 0 && batch.num_tokens > 0);
+  }
+}
+
 void TestRandomPlaysKeepIntegrityAndQuota() {
   constexpr size_t kQuotas[] = {1, 200, 700, 6000, 23000, 60000, 1 << 20};
   for (uint32_t seed = 0; seed < 28; ++seed) {
     size_t quota = kQuotas[seed % std::size(kQuotas)];
     EngineOptions options = Options(seed, quota);
     Engine engine(Joined(kPieces), Offsets(kPieces), Rules(), options);
+    Engine follower(Joined(kPieces), Offsets(kPieces), Rules(), options);
+    engine.ShareBlocks(seed % 2 == 0 ? 1 << 12 : 40);
     Player player(engine, options.num_speculative_tokens, seed, 0);
     for (int call = 0; call < 200; ++call) {
       player.Play();
       engine.CheckIntegrity();
       CHECK(engine.MemoryBytes() <= quota);
+      if (call % 5 == 0) Carry(engine, follower);
+      follower.CheckIntegrity();
+      CHECK(follower.MemoryBytes() <= quota);
     }
     player.CloseAll();
     engine.CheckIntegrity();
@@ -213,8 +228,41 @@ void TestThreadsShareOneEngine() {
       }
       player.CloseAll();
     });
+  Engine follower(Joined(kPieces), Offsets(kPieces), Rules(), options);
+  std::atomic<bool> is_over = false;
+  std::thread carrier([&] {
+    while (!is_over) Carry(engine, follower, std::chrono::milliseconds(5));
+  });
   for (auto& thread : threads) thread.join();
+  is_over = true;
+  carrier.join();
   CHECK(engine.NumOpenRequests() == 0);
+  CHECK(follower.NumHistoryTokens() > 0 && follower.MemoryBytes() <= 300000);
+  follower.CheckIntegrity();
+}
+
+void TestChangedSegmentsAreRefusedOrTakenWhole() {
+  Engine engine(Joined(kPieces), Offsets(kPieces), Rules(), Options(1, 1 << 20));
+  engine.ShareBlocks(1 << 20);
+  Player player(engine, 4, 1, 0);
+  while (engine.NumHistoryTokens() < 200) player.Play();
+  std::vector<std::string> namespaces;
+  const auto batches = engine.TakeBlocks({}, namespaces);
+  const std::string& bytes = batches.front().bytes;
+  for (uint32_t seed = 0; seed < 2000; ++seed) {
+    Random random(seed);
+    std::string changed = bytes;
+    for (int i = random.Below(3); i >= 0; --i)
+      changed[static_cast<size_t>(random.Below(static_cast<int>(bytes.size())))] = static_cast<char>(random.Below(256));
+    changed.resize(changed.size() - static_cast<size_t>(random.OneOf({0, random.Below(20)})));
+    Engine follower(Joined(kPieces), Offsets(kPieces), Rules(), Options(1, 1 << 20));
+    try {
+      follower.MergeBlocks("n", changed, seed);
+    } catch (const ArchiveError&) {
+      CHECK(follower.NumHistoryTokens() == 0);
+    }
+    follower.CheckIntegrity();
+  }
 }
 
 // The checksum is made right again, so that the reader behind it is tested.
@@ -305,6 +353,7 @@ int main() {
   TestArbitraryBytesNeverEscapeTheTracker();
   TestIndexes();
   TestChangedArchivesAreRefusedOrTakenWhole();
+  TestChangedSegmentsAreRefusedOrTakenWhole();
   TestRandomPlaysKeepIntegrityAndQuota();
   TestThreadsShareOneEngine();
   std::puts("core_test: all passed");

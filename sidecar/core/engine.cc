@@ -72,6 +72,11 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
         histories_.FindExisting(options.history_namespace, options.stage, request->source.workflow);
   }
   request->calibration = FindCalibration(options);
+  if (outbox_.is_open() && options.is_reader) {
+    bool was_empty = outbox_.is_empty();
+    outbox_.Use(options.history_namespace);
+    if (was_empty) has_shared_.notify_one();
+  }
   auto& slot = requests_[handle];
   if (slot && slot->is_discarded && slot->options.history_namespace == options.history_namespace) {
     request->is_discarded = true;
@@ -86,6 +91,7 @@ void Engine::Open(int64_t handle, std::span<const Token> prompt, const RequestOp
     request->source = slot->source;
     request->is_diverted = slot->is_diverted;
     if (slot->private_history) request->private_history = slot->private_history;
+    request->outgoing = slot->outgoing;
   }
   if (!options_.is_strict) request->PushPromptTail(prompt);
   request->StartBlock(options_.has_block_starts);
@@ -371,6 +377,7 @@ void Engine::Close(int64_t handle, FinishReason reason, int64_t true_length, std
   }
   request.DropAfter(true_length);
   if (reason != FinishReason::kError && !PublishEnd(handle, lock)) return;
+  if (request.is_stored()) Send(request, true);
   num_recoveries_ += request.tracker.num_recoveries();
   for (History* history : {request.history.get(), request.target()}) {
     if (history == nullptr) continue;
@@ -466,6 +473,7 @@ size_t Engine::DeleteNamespace(const std::string& history_namespace) {
       stats_, [&](const auto& entry) { return IsWithinNamespace(entry.second.history_namespace, history_namespace); });
   std::erase_if(calibrations_,
                 [&](const auto& entry) { return IsWithinNamespace(entry.second.first, history_namespace); });
+  outbox_.Delete(history_namespace);
   return histories_.Delete(history_namespace);
 }
 

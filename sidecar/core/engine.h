@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "archive.h"
+#include "block_feed.h"
 #include "block_tracker.h"
 #include "budget_planner.h"
 #include "drafter.h"
@@ -119,6 +121,17 @@ class Engine {
   size_t Import(std::string_view archive, std::string_view outer = {});
   // Of a namespace and of those within it, ordered by namespace and stage.
   std::vector<HistorySize> HistorySizes(const std::string& history_namespace) const;
+  // From now on keeps what requests store for TakeBlocks, at most so many tokens; 0: no longer.
+  void ShareBlocks(size_t max_waiting_tokens);
+  // What was stored since the last call: blocks that were closed, and of open ones every kSharedAtOnce tokens. Waits
+  // for it as long as `timeout`. Also tells the namespaces that requests have used since.
+  std::vector<SegmentBatch> TakeBlocks(std::chrono::microseconds timeout, std::vector<std::string>& namespaces);
+  // Adds what TakeBlocks gave on another engine with the same vocabulary; a text goes on where `origin` left it, and
+  // what is here already is passed over. Returns the number of tokens. Throws ArchiveError, nothing changed: see
+  // ReadSegments.
+  size_t MergeBlocks(const std::string& history_namespace, std::string_view bytes, uint64_t origin);
+  // Tokens that TakeBlocks could not give because too many waited.
+  uint64_t NumUnsharedTokens() const;
   // Forgets all that a namespace, and those within it, ever wrote, also what its open requests go on to write. Returns
   // the number of tokens.
   size_t DeleteNamespace(const std::string& history_namespace);
@@ -149,7 +162,16 @@ class Engine {
   void CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const;
   void CheckStep(const StepInput& input) const;
   ArchivedText ReadText(const ContextIndex& index, uint32_t page) const;
-  void StoreArchived(History& history, const ArchivedText& archived);
+  // Appends to a text that has come as far as `text` and ends in `chain`.
+  void StoreArchived(History& history, History::Chain& chain, TextWindow& text, TextSource source,
+                     const ArchivedText& archived);
+  size_t MergeSegment(const std::string& history_namespace, const Segment& segment, uint64_t origin);
+  // Keeps what a request has stored for other engines, which get it when a block has ended.
+  void Share(Request& request, std::span<const FiledToken> tokens);
+  // Leaves so many tokens of a request out.
+  void Withhold(Request& request, size_t num_tokens);
+  // Hands over what was kept; `is_end`: nothing follows.
+  void Send(Request& request, bool is_end);
   std::shared_ptr<Calibration> FindCalibration(const RequestOptions& options);
   BlockStats* FindStats(const Request& request);
   // The request of each row; nullptr where the engine does not know it at the row's position.
@@ -190,9 +212,12 @@ class Engine {
   // By namespace, greedy or sampled; with the namespace.
   std::unordered_map<std::string, std::pair<std::string, std::shared_ptr<Calibration>>> calibrations_;
   std::unordered_map<std::string, BlockStats> stats_;
-  BlockStats discarded_stats_;   // of open requests whose namespace was deleted, or that are not live
-  uint64_t num_recoveries_ = 0;  // of closed requests' block trackers
-  uint64_t clock_ = 0;           // counts steps and openings; orders histories by last use
+  BlockStats discarded_stats_;  // of open requests whose namespace was deleted, or that are not live
+  Outbox outbox_;
+  ForeignTexts foreign_texts_;
+  std::condition_variable has_shared_;  // the outbox is no longer empty
+  uint64_t num_recoveries_ = 0;         // of closed requests' block trackers
+  uint64_t clock_ = 0;                  // counts steps and openings; orders histories by last use
   uint32_t next_writer_ = 0;
 };
 

@@ -67,7 +67,9 @@ size_t Engine::Import(std::string_view archive, std::string_view outer) {
       if (history && histories_.IsCrowding(*history, text.workflow))
         history = histories_.Find(archived.history_namespace, archived.stage, text.workflow);
       if (!history) continue;
-      StoreArchived(*history, text);
+      History::Chain chain;
+      TextWindow window(options_.is_strict);
+      StoreArchived(*history, chain, window, {next_writer_++, text.workflow}, text);
       num_tokens += text.tokens.size();
       history.reset();
       histories_.ForgetOldest();
@@ -76,8 +78,8 @@ size_t Engine::Import(std::string_view archive, std::string_view outer) {
   return num_tokens;
 }
 
-void Engine::StoreArchived(History& history, const ArchivedText& archived) {
-  TextWindow text(options_.is_strict);
+void Engine::StoreArchived(History& history, History::Chain& chain, TextWindow& text, TextSource source,
+                           const ArchivedText& archived) {
   std::vector<FiledToken> tokens;
   tokens.reserve(archived.prompt_tail.size() + archived.tokens.size());
   auto push = [&](Token token, Label label) {
@@ -91,8 +93,7 @@ void Engine::StoreArchived(History& history, const ArchivedText& archived) {
     if (token == kBlockStart) label = labels_.Find(*++path);
     push(token, label);
   }
-  History::Chain chain;
-  histories_.Append(history, chain, tokens, {next_writer_++, archived.workflow});
+  histories_.Append(history, chain, tokens, source);
 }
 
 void Engine::StoreOutput(Request& request, std::span<const FiledToken> tokens) {
@@ -105,12 +106,16 @@ void Engine::StoreOutput(Request& request, std::span<const FiledToken> tokens) {
     request.private_history = histories_.Find(request.options.history_namespace, request.options.stage, workflow);
   request.num_published += static_cast<int64_t>(tokens.size());
   History* target = request.target();
-  if (target == nullptr) return histories_.Drop(tokens.size());
-  if (request.options.is_live)
-    histories_.Store(*target, request.chain, tokens, request.source);
-  else
-    histories_.Append(*target, request.chain, tokens, request.source);
+  if (target == nullptr) {
+    histories_.Drop(tokens.size());
+    return Withhold(request, tokens.size());
+  }
   target->last_used = clock_;
+  if (!request.options.is_live)
+    histories_.Append(*target, request.chain, tokens, request.source);
+  else if (!histories_.Store(*target, request.chain, tokens, request.source))
+    return Withhold(request, tokens.size());
+  Share(request, tokens);
 }
 
 size_t Engine::ForgetUnused(double max_age_s) {

@@ -89,14 +89,16 @@ bool HistoryTable::IsCrowding(const History& history, uint16_t workflow) const {
          static_cast<double>(generation_bytes_) / 2 * static_cast<double>(num_written);
 }
 
-void HistoryTable::Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens,
+bool HistoryTable::Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens,
                          TextSource source) {
-  if (TakeAllowance(history.account->workflows[source.workflow], tokens.size())) {
+  bool is_allowed = TakeAllowance(history.account->workflows[source.workflow], tokens.size());
+  if (is_allowed) {
     Append(history, chain, tokens, source);
   } else {
     chain = {};  // what follows is another text
     Drop(tokens.size());
   }
+  return is_allowed;
 }
 
 bool HistoryTable::TakeAllowance(WorkflowAccount& workflow, size_t num_tokens) const {

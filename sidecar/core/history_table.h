@@ -49,8 +49,8 @@ class HistoryTable {
   // Whether more text of a workflow would crowd that of others out of a history that they share: it belongs into a
   // history of the workflow's own.
   bool IsCrowding(const History& history, uint16_t workflow) const;
-  // Appends to a history, unless the workflow has stored too much of late; of a huge text the end stays.
-  void Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens, TextSource source);
+  // Appends to a history, of a huge text the end; false: it did not, the workflow has stored too much of late.
+  bool Store(History& history, History::Chain& chain, std::span<const FiledToken> tokens, TextSource source);
   // The same, however much the workflow has stored of late.
   void Append(History& history, History::Chain& chain, std::span<const FiledToken> tokens, TextSource source);
   // Counts tokens that could not be stored.

@@ -50,6 +50,14 @@ struct BlockStats {
   }
 };
 
+// What a request has stored and not yet handed to other engines.
+struct Outgoing {
+  uint32_t offset = 0;  // tokens and block starts that were handed over
+  std::vector<Token> prompt_tail;
+  std::vector<Token> tokens;
+  std::vector<Label> labels;  // of the first token, then of each kBlockStart, as in ArchivedText
+};
+
 struct Request {
   Request(const Vocabulary& vocabulary, std::shared_ptr<const Grammar> output_grammar, LabelTable& labels,
           std::span<const Token> prompt, RequestOptions request_options, uint32_t writer, bool is_strict);
@@ -107,6 +115,7 @@ struct Request {
   std::shared_ptr<const Grammar> grammar;
   BlockTracker tracker;
   std::shared_ptr<Calibration> calibration;
+  Outgoing outgoing;
   int shadow_accepted = 0;  // tokens of the shadow that were right so far
   Draft shadow;             // a draft that is being compared with what the request goes on to write
   Draft draft;              // the last one

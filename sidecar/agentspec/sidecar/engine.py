@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALL_PARTS",
     "ArchiveError",
+    "BlockBatch",
     "BlockStats",
     "Engine",
     "FinishReason",
@@ -36,6 +37,7 @@ __all__ = [
     "StepDrafts",
     "StepRequest",
     "StepTiming",
+    "TakenBlocks",
     "TokenIds",
     "allocate_by_redundancy",
 ]
@@ -200,6 +202,30 @@ class HistorySize:
     stage: str
     num_tokens: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBatch:
+    """Blocks of one namespace on their way to other engines.
+
+    Attributes:
+        num_blocks: closed blocks, and stretches of open ones.
+        num_tokens: of all of them, block starts included.
+        blocks: for `Engine.merge_blocks`.
+    """
+
+    namespace: str
+    num_blocks: int
+    num_tokens: int
+    blocks: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBlocks:
+    """What an engine's requests have stored, and which namespaces they have used, since it was asked last."""
+
+    batches: list[BlockBatch]
+    namespaces: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,6 +562,37 @@ class Engine:
     def history_sizes(self, namespace: str) -> list[HistorySize]:
         """What is held of a namespace and of those within it, ordered by namespace and stage."""
         return [HistorySize(*row) for row in self._core.history_sizes(namespace)]
+
+    def share_blocks(self, max_waiting_tokens: int) -> None:
+        """From now on keep what requests store for `take_blocks`.
+
+        Args:
+            max_waiting_tokens: of more than that the oldest are dropped and counted; 0: keep nothing any more.
+        """
+        self._core.share_blocks(max_waiting_tokens)
+
+    def take_blocks(self, timeout_s: float = 0) -> TakenBlocks:
+        """Return what was stored since the last call; waits up to `timeout_s` for something, without the GIL."""
+        batches, namespaces = self._core.take_blocks(int(timeout_s * 1e6))
+        return TakenBlocks([BlockBatch(*batch) for batch in batches], namespaces)
+
+    def merge_blocks(self, namespace: str, blocks: bytes, *, origin: int) -> int:
+        """Add what `take_blocks` gave on another engine of the same model; return the number of new tokens.
+
+        Args:
+            namespace: where it goes, as in the batch.
+            blocks: of the batch, unchanged: they carry no checksum.
+            origin: of that engine, 0 to 2**64 - 1; its texts go on where they ended, and what has been merged is passed
+                over as long as the text is open.
+
+        Raises:
+            ArchiveError: no such bytes, or a token id outside the vocabulary; nothing has changed.
+        """
+        return self._core.merge_blocks(namespace, blocks, origin)
+
+    def num_unshared_tokens(self) -> int:
+        """Tokens that were dropped because too many waited for `take_blocks`."""
+        return self._core.num_unshared_tokens()
 
     def delete_namespace(self, namespace: str) -> int:
         """Forget all text of a namespace and of those within it, for good; return the number of tokens.
