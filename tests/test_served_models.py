@@ -21,7 +21,7 @@ def register(models: ServedModels, name: str) -> ServedModel:
 
 @pytest.fixture
 def models() -> ServedModels:
-    return ServedModels(ServerOptions.model_validate({"max_models": 2, "policy": "uniform"}), {})
+    return ServedModels(ServerOptions.model_validate({"max_models": 2, "policy": "uniform"}), {}, roots=list)
 
 
 def test_policy_of_the_options_is_that_of_every_engine(models: ServedModels) -> None:

@@ -322,6 +322,19 @@ NB_MODULE(_core, module) {
           },
           "history_namespace"_a)
       .def(
+          "export_parts",
+          [](const Engine& engine, const std::string& history_namespace, size_t num_parts) {
+            std::vector<std::string> archives;
+            {
+              nb::gil_scoped_release release;
+              archives = engine.ExportParts(history_namespace, num_parts);
+            }
+            std::vector<nb::bytes> parts;
+            for (const auto& archive : archives) parts.emplace_back(archive.data(), archive.size());
+            return parts;
+          },
+          "history_namespace"_a, "num_parts"_a)
+      .def(
           "import_histories",
           [](Engine& engine, const nb::bytes& archive, const std::string& outer) {
             std::string_view bytes(archive.c_str(), archive.size());

@@ -44,8 +44,10 @@ class Outbox {
   bool is_open() const { return max_tokens_ > 0; }
   bool is_empty() const { return segments_.empty() && namespaces_.empty(); }
   void Push(const std::string& history_namespace, Segment segment);
-  // Notes that a namespace is in use.
-  void Use(const std::string& history_namespace) { namespaces_.insert(history_namespace); }
+  // Notes that a namespace is in use; of too many some are passed over until they are used again.
+  void Use(const std::string& history_namespace) {
+    if (namespaces_.size() < kMaxNamespaces) namespaces_.insert(history_namespace);
+  }
   // All segments, by namespace and at most `max_tokens` or so in a batch, and the namespaces in use since the last
   // call.
   std::vector<SegmentBatch> Take(size_t max_tokens, std::vector<std::string>& namespaces);
@@ -54,6 +56,7 @@ class Outbox {
   uint64_t num_dropped_tokens() const { return num_dropped_tokens_; }
 
  private:
+  static constexpr size_t kMaxNamespaces = 1 << 16;
   struct Waiting {
     std::string history_namespace;
     Segment segment;

@@ -115,6 +115,8 @@ class Engine {
 
   // All histories of a namespace and of those within it, as bytes. Steps go on meanwhile.
   std::string Export(const std::string& history_namespace) const;
+  // The histories of one namespace alone as so many archives: each has its part of every history, the oldest first.
+  std::vector<std::string> ExportParts(const std::string& history_namespace, size_t num_parts) const;
   // Adds the histories of an archive; returns the number of tokens. Throws ArchiveError, nothing changed: another
   // version or vocabulary, the bytes were cut or changed, or a history is not within the namespace `outer` (empty:
   // any).
@@ -162,6 +164,9 @@ class Engine {
   void CheckTokens(std::span<const Token> tokens, const char* what, int64_t handle) const;
   void CheckStep(const StepInput& input) const;
   ArchivedText ReadText(const ContextIndex& index, uint32_t page) const;
+  // Calls `visit` with each text, the oldest first; lets go of the lock between two.
+  template <typename Visitor>
+  void VisitTexts(const History& history, std::unique_lock<std::mutex>& lock, Visitor&& visit) const;
   // Appends to a text that has come as far as `text` and ends in `chain`.
   void StoreArchived(History& history, History::Chain& chain, TextWindow& text, TextSource source,
                      const ArchivedText& archived);

@@ -1,4 +1,5 @@
 // The engine's histories as a whole: saved, loaded, forgotten.
+#include <algorithm>
 #include <map>
 #include <stdexcept>
 
@@ -6,22 +7,52 @@
 
 namespace agentspec {
 
+template <typename Visitor>
+void Engine::VisitTexts(const History& history, std::unique_lock<std::mutex>& lock, Visitor&& visit) const {
+  for (const auto& generation : history.Generations()) {
+    for (uint32_t page = 0; page < generation->num_pages(); ++page) {
+      if (generation->page(page).previous != ContextIndex::kNoPage) continue;
+      if (ArchivedText text = ReadText(*generation, page); !text.tokens.empty()) visit(text);
+      LetStepsGoFirst(lock);
+    }
+  }
+}
+
 std::string Engine::Export(const std::string& history_namespace) const {
   ArchiveWriter writer(vocabulary_.fingerprint());
   std::unique_lock lock(mutex_);
   for (const auto& history : histories_.Within(history_namespace)) {
-    auto generations = history->Generations();
     writer.BeginHistory(history->history_namespace, history->stage);
-    for (const auto& generation : generations) {
-      for (uint32_t page = 0; page < generation->num_pages(); ++page) {
-        if (generation->page(page).previous != ContextIndex::kNoPage) continue;
-        if (ArchivedText text = ReadText(*generation, page); !text.tokens.empty()) writer.AddText(text);
-        LetStepsGoFirst(lock);
-      }
-    }
+    VisitTexts(*history, lock, [&](const ArchivedText& text) { writer.AddText(text); });
     writer.EndHistory();
   }
   return std::move(writer).Finish();
+}
+
+std::vector<std::string> Engine::ExportParts(const std::string& history_namespace, size_t num_parts) const {
+  if (num_parts == 0) throw std::invalid_argument("num_parts: expected at least 1, got 0");
+  std::vector<ArchiveWriter> writers(num_parts, ArchiveWriter(vocabulary_.fingerprint()));
+  std::unique_lock lock(mutex_);
+  for (const auto& history : histories_.Within(history_namespace)) {
+    if (history->history_namespace != history_namespace) continue;
+    size_t num_tokens = std::max<size_t>(history->num_tokens(), 1), num_written = 0;
+    auto writer = writers.begin();
+    writer->BeginHistory(history->history_namespace, history->stage);
+    VisitTexts(*history, lock, [&](const ArchivedText& text) {
+      size_t part = std::min(num_parts - 1, num_written * num_parts / num_tokens);
+      if (auto next = writers.begin() + static_cast<std::ptrdiff_t>(part); next != writer) {
+        writer->EndHistory();
+        writer = next;
+        writer->BeginHistory(history->history_namespace, history->stage);
+      }
+      writer->AddText(text);
+      num_written += text.tokens.size();
+    });
+    writer->EndHistory();
+  }
+  std::vector<std::string> archives;
+  for (auto& writer : writers) archives.push_back(std::move(writer).Finish());
+  return archives;
 }
 
 ArchivedText Engine::ReadText(const ContextIndex& index, uint32_t page) const {

@@ -52,6 +52,8 @@ def examine(options: Options, model: str = "", environ: Mapping[str, str] = os.e
     yield check_port(options.metrics_port)
     if options.mode == "sidecar":
         yield check_sidecar(options.socket)
+    if options.redis is not None:
+        yield check_redis(options)
     yield check_plugin(environ)
     choice = choose_hook(options.hook, environ)
     yield Finding("hook", "ok", f"{choice.name} ({choice.reason}): {choice.price}")
@@ -113,6 +115,26 @@ def check_sidecar(path: Path) -> Finding:
     return Finding(
         "draft server", "ok", f"{path}: version {server.version}, {num_models} model{'s' * (num_models != 1)}"
     )
+
+
+def check_redis(options: Options) -> Finding:
+    """Look whether the Redis answers that shares the histories."""
+    from agentspec.sidecar.store.connection import FAILURES, connect  # noqa: PLC0415  # imports redis, 0.2 s
+    from agentspec.sidecar.store.epochs import read_epochs  # noqa: PLC0415  # see above
+
+    address = options.redis_address()
+    if address is None:
+        return Finding("redis", "ok", "histories are not shared")
+    fix = "the engine serves without it and tries again; look at its address, its ACL and its certificates"
+    try:
+        client = connect(options, address)
+        try:
+            read_epochs(client)
+        finally:
+            client.close()
+    except FAILURES as error:
+        return Finding("redis", "warn", f"{address}: {type(error).__name__}: {error:.200}", fix)
+    return Finding("redis", "ok", f"{address} answers")
 
 
 def check_plugin(environ: Mapping[str, str]) -> Finding:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentspec.sidecar.budget import DEFAULT_INTENSITY, BudgetOptions
 from agentspec.sidecar.engine import Engine
 from agentspec.sidecar.grammar_store import GrammarStore, server_grammars
 from agentspec.sidecar.grammars import preset_name
 from agentspec.sidecar.options import ADDITIONAL_CONFIG_KEY, Options, read_options
-from agentspec.sidecar.telemetry import MetricsExport, export_link_metrics, export_metrics
+from agentspec.sidecar.store.metrics import register_store
+from agentspec.sidecar.telemetry import METER_NAME, MetricsExport, export_link_metrics, export_metrics
 
 from .client import DraftClient, EmbeddedClient, GuardedClient
 from .cost_model import CostModelFile, find_intensity, measure_cpu_intensity
 from .mailbox import Fallbacks
 from .model_reader import device_name, read_chat_template, read_grammar, read_vocabulary
+
+if TYPE_CHECKING:
+    from agentspec.sidecar.store.store import HistoryStore
+
+    from .sidecar_messages import Vocabulary
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
@@ -55,6 +61,7 @@ class Drafting:
         self._grammar = read_grammar(vllm_config.model_config)
         self._metrics: MetricsExport | None = None
         self._engine: Engine | None = None
+        self._store: HistoryStore | None = None
         self._budget = self._make_budget()
         self._cost_model_file = CostModelFile(self.options.cost_model_file, _machine(vllm_config))
         self.client = self._connect() if self.options.mode == "sidecar" else self._embed()
@@ -62,6 +69,8 @@ class Drafting:
     def shutdown(self) -> None:
         """Stop the client and the export of metrics, and save the cost model."""
         self.client.shutdown()
+        if self._store is not None:
+            self._store.shutdown()
         if self._metrics is not None:
             self._metrics.shutdown()
         if self._engine is not None:
@@ -72,7 +81,7 @@ class Drafting:
         options = self.options
         logger.info(
             "agentspec: hook=%s mode=%s policy=%s K=%d arithmetic_intensity=%.0f deadline_ms=%g namespace=%s "
-            "isolation=%s grammar=%s metrics_port=%s otlp_endpoint=%s",
+            "isolation=%s grammar=%s redis=%s metrics_port=%s otlp_endpoint=%s",
             hook,
             f"sidecar socket={options.socket}" if options.mode == "sidecar" else "embedded",
             options.policy,
@@ -82,6 +91,7 @@ class Drafting:
             options.namespace,
             options.isolation,
             preset_name(self._grammar),
+            options.redis_address() or "off",
             (self._metrics and self._metrics.port) or "off",
             options.otlp_endpoint or "off",
         )
@@ -95,13 +105,27 @@ class Drafting:
     def _connect(self) -> DraftClient:
         """The client of a draft server, which may come later."""
         from .sidecar_client import SidecarClient  # noqa: PLC0415  # imports grpc, 0.2 s
-        from .sidecar_messages import Vocabulary  # noqa: PLC0415  # see above
 
-        model = self._config.model_config
-        vocabulary = Vocabulary.of(str(model.model), read_vocabulary(model), read_chat_template(model))
-        client = SidecarClient(self.options.socket, vocabulary, fallbacks=self.fallbacks)
+        client = SidecarClient(self.options.socket, self._vocabulary(), fallbacks=self.fallbacks)
         self._metrics = self._export(partial(export_link_metrics, client.figures))
         return client
+
+    def _vocabulary(self) -> Vocabulary:
+        from .sidecar_messages import Vocabulary  # noqa: PLC0415  # imports grpc, 0.2 s
+
+        model = self._config.model_config
+        return Vocabulary.of(str(model.model), read_vocabulary(model), read_chat_template(model))
+
+    def _share(self, engine: Engine) -> HistoryStore:
+        """Shares the histories of an engine through Redis, which may come later."""
+        from agentspec.sidecar.store.keys import model_id, vocabulary_digest  # noqa: PLC0415  # for those who share
+        from agentspec.sidecar.store.store import HistoryStore  # noqa: PLC0415  # imports redis, 0.2 s
+
+        vocabulary = self._vocabulary()
+        model = model_id(vocabulary.fingerprint, vocabulary_digest(vocabulary.token_lengths, vocabulary.token_bytes))
+        store = HistoryStore(engine, model, self.options, roots=[self.options.namespace], ttl_s=self.options.ttl_s)
+        store.start()
+        return store
 
     def _embed(self) -> DraftClient:
         """An engine in this process, behind a guard."""
@@ -120,6 +144,10 @@ class Drafting:
         self._engine = engine
         self._cost_model_file.load(engine)
         self._metrics = self._export(partial(export_metrics, engine))
+        if options.redis is not None:
+            self._store = self._share(engine)
+            if self._metrics is not None:
+                register_store(self._metrics.provider.get_meter(METER_NAME), self._store.figures)
         return GuardedClient(
             EmbeddedClient(engine, grammars=GrammarStore(engine, server_grammars(options)), fallbacks=self.fallbacks),
             vocab_size=self.vocab_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import click
 
 from agentspec.sidecar.callers import read_identities
 from agentspec.sidecar.commands import COMMANDS
+from agentspec.sidecar.flags import ConfigurationError, option_flags
 from agentspec.sidecar.grammar_store import server_grammars
 from agentspec.sidecar.logs import configure_logging
 from agentspec.sidecar.options import ENV_PREFIX, OptionsError
@@ -18,44 +18,6 @@ from agentspec.sidecar.server import run_server
 from agentspec.sidecar.server_options import ServerOptions, package_version, read_server_options
 from agentspec.sidecar.socket_file import SocketInUseError, claimed
 from agentspec.sidecar.tls import Certificates
-
-
-class ConfigurationError(click.ClickException):
-    """An option is wrong; the message names it."""
-
-    exit_code = 2
-
-
-_METAVARS = {
-    "socket": "PATH",
-    "dir": "FOLDER",
-    "bytes": "BYTES",
-    "s": "SECONDS",
-    "ms": "MS",
-    "port": "PORT",
-    "tcp": "HOST:PORT",
-    **dict.fromkeys(("cert", "key", "ca", "identities"), "FILE"),
-    **dict.fromkeys(("tokens", "models", "requests", "calls"), "N"),
-    "isolation": "soft|strict",
-    "level": "debug|info|warning|error",
-    "namespace": "NAME",
-}
-"""What a flag takes, by the last word of its name."""
-
-
-def _server_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag for each option of the server."""
-    for name, field in reversed(ServerOptions.model_fields.items()):
-        default = "" if field.default is None else f"  [default: {field.default}]"
-        command = click.option(
-            f"--{name.replace('_', '-')}",
-            name,
-            metavar=_METAVARS.get(name.rpartition("_")[2], "VALUE"),
-            envvar=ENV_PREFIX + name.upper(),
-            show_envvar=True,
-            help=f"{field.description}{default}",
-        )(command)
-    return command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -74,7 +36,7 @@ def main() -> None:
     help='TOML or JSON file with options by name, as in `history_bytes = "4GiB"`; flags and variables win.',
 )
 @click.option("--check-config", is_flag=True, help="Check the options and the files they name, print them, and exit.")
-@_server_flags
+@option_flags(ServerOptions)
 def serve(config_file: Path | None, check_config: bool, **given: Any) -> None:
     """Serve until SIGTERM.
 

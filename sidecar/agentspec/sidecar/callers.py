@@ -139,6 +139,12 @@ class Callers:
                 return self._by_name[name]
         raise denied("", f"no identity of this server is named {' or '.join(names) or '(no certificate)'}")
 
+    def namespaces(self) -> list[str]:
+        """All that callers may use, each with those within it."""
+        self._read_again()
+        callers = (self._socket_caller, *self._by_name.values())
+        return [*dict.fromkeys(namespace for caller in callers for namespace in caller.namespaces)]
+
     def _read_again(self) -> None:
         if self._path is None:
             return

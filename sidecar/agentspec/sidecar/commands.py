@@ -11,14 +11,21 @@ import click
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import ValidationError
 
 from agentspec.draft.v1 import draft_pb2, history_pb2
 from agentspec.sidecar.connection import Connection, connecting
+from agentspec.sidecar.flags import ConfigurationError, option_flags
 from agentspec.sidecar.log_blocks import Encode, TokenizerFileError, batches_of, load_encoder
+from agentspec.sidecar.options import options_error
+from agentspec.sidecar.store.connection import FAILURES
+from agentspec.sidecar.store.deletion import MAGIC as SEALED_MAGIC
+from agentspec.sidecar.store.deletion import delete_shared
+from agentspec.sidecar.store.options import RedisOptions
 from agentspec.sidecar.traces import find_traces, read_trace
 
 PART_BYTES = 1 << 20
-ARCHIVE_MAGIC = b"ASPH"
+ARCHIVE_MAGICS = (b"ASPH", SEALED_MAGIC)
 MAX_PROBLEMS_SHOWN = 20
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
@@ -136,6 +143,31 @@ def delete_namespace(connection: Connection, namespace: str, fingerprint: str) -
     click.echo(f"{answer.num_tokens} tokens forgotten")
 
 
+@click.command("delete-shared")
+@click.argument("namespace")
+@option_flags(RedisOptions)
+@click.confirmation_option(
+    "--yes", prompt="Forget all text of this namespace, for good, wherever it is shared?"
+)
+def delete_shared_namespace(namespace: str, **given: Any) -> None:
+    """Forget all text of NAMESPACE and of those within it, for good, without a server: for engines that embed theirs.
+
+    Every engine that shares histories through this Redis forgets it within a second, one that is cut off as soon as it
+    is back.
+    """
+    try:
+        options = RedisOptions.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        raise ConfigurationError(str(options_error(error))) from None
+    if options.redis is None:
+        raise ConfigurationError("agentspec option 'redis': expected a URL")
+    try:
+        delete_shared(options, namespace)
+    except FAILURES as error:
+        raise click.ClickException(f"Redis can't be asked, nothing is certain: {error}") from None
+    click.echo(f"{namespace} is deleted")
+
+
 @click.command()
 @connecting
 @click.option("--service", default=DRAFT_SERVICE, show_default=True, help='Whose; "" is the whole process.')
@@ -149,12 +181,12 @@ def health(connection: Connection, service: str) -> None:
         raise SystemExit(1)
 
 
-COMMANDS = (stats, keys, import_, export, delete_namespace, health)
+COMMANDS = (stats, keys, import_, export, delete_namespace, delete_shared_namespace, health)
 
 
 def _is_archive(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(len(ARCHIVE_MAGIC)) == ARCHIVE_MAGIC
+        return file.read(len(SEALED_MAGIC)) in ARCHIVE_MAGICS
 
 
 def _import_archive(connection: Connection, path: Path, model: str, namespace: str) -> int:

@@ -546,6 +546,10 @@ class Engine:
         """Return all histories of a namespace and of those within it, as one checked archive; steps go on meanwhile."""
         return self._core.export_histories(namespace)
 
+    def export_parts(self, namespace: str, num_parts: int) -> list[bytes]:
+        """Return the histories of one namespace alone as archives: each has its part of them, the oldest first."""
+        return self._core.export_parts(namespace, num_parts)
+
     def import_histories(self, archive: bytes, *, within: str = "") -> int:
         """Add the histories of an archive and return the number of their tokens.
 

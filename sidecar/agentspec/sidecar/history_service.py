@@ -12,11 +12,13 @@ from google.protobuf.message import Message
 from agentspec.draft.v1 import history_pb2
 from agentspec.sidecar.callers import Caller
 from agentspec.sidecar.engine import ArchiveError, BlockStats
-from agentspec.sidecar.refusal import exhausted, invalid
+from agentspec.sidecar.refusal import RefusalError, exhausted, invalid
 from agentspec.sidecar.rpc import Calls, Context, parse
 from agentspec.sidecar.served_model import ServedModel, check_batch
 from agentspec.sidecar.served_models import ServedModels, check_fingerprint
 from agentspec.sidecar.server_options import ServerOptions
+from agentspec.sidecar.store.connection import FAILURES
+from agentspec.sidecar.store.deletion import delete_shared
 from agentspec.sidecar.wire import check_name
 
 PART_BYTES = 1 << 20
@@ -39,6 +41,7 @@ class HistoryService:
     def __init__(self, models: ServedModels, calls: Calls, options: ServerOptions) -> None:
         self._models = models
         self._calls = calls
+        self._options = options
         # A model's histories take four times the bytes of their archive: what is larger would not stay.
         self._max_archive_bytes = int(options.history_bytes) // options.max_models // 2
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
@@ -91,9 +94,12 @@ class HistoryService:
         caller.check_history_role()
         check_name(request.namespace, "namespace", can_be_empty=False)
         namespace = caller.namespace(request.namespace)
+        models = self._named(request.model_fingerprint)
         num_tokens = 0
-        for model in self._named(request.model_fingerprint):
+        for model in models:
             num_tokens += await asyncio.to_thread(model.engine.delete_namespace, namespace)
+        if self._options.redis is not None:
+            await self._delete_shared(namespace, models[0] if request.model_fingerprint else None)
         return history_pb2.DeleteNamespaceResponse(num_tokens=num_tokens)
 
     async def export_history(self, request: history_pb2.ExportHistoryRequest, context: Context, caller: Caller) -> None:
@@ -102,7 +108,7 @@ class HistoryService:
         namespace = caller.namespace(request.namespace)
         model = self._models.get(request.model_fingerprint)
         async with self._transfers:
-            archive = await asyncio.to_thread(model.engine.export_histories, namespace)
+            archive = await asyncio.to_thread(model.export, namespace)
             for begin in range(0, len(archive), PART_BYTES):
                 part = history_pb2.ExportHistoryResponse(archive_part=archive[begin : begin + PART_BYTES])
                 await self._within(context.write(part.SerializeToString()), "the reader took no part")
@@ -129,10 +135,22 @@ class HistoryService:
                     )
             namespace, model = target or self._target(history_pb2.ImportHistoryRequest(), caller)
             try:
-                num_tokens = await asyncio.to_thread(model.engine.import_histories, b"".join(parts), within=namespace)
+                num_tokens = await asyncio.to_thread(model.import_archive, b"".join(parts), namespace)
             except ArchiveError as error:
                 raise invalid("archive_part", str(error)) from None
         return history_pb2.ImportHistoryResponse(num_tokens=num_tokens)
+
+    async def _delete_shared(self, namespace: str, model: ServedModel | None) -> None:
+        """Delete what is in Redis and on every other server.
+
+        Raises:
+            RefusalError: Redis can't be asked.
+        """
+        try:
+            await asyncio.to_thread(delete_shared, self._options, namespace, model.shared_id if model else None)
+        except FAILURES as error:
+            reason = f"forgotten here, but Redis does not answer ({type(error).__name__}): ask again"
+            raise RefusalError(grpc.StatusCode.UNAVAILABLE, "", reason) from None
 
     def _target(self, head: history_pb2.ImportHistoryRequest, caller: Caller) -> tuple[str, ServedModel]:
         return caller.namespace(head.namespace), self._models.get(head.model_fingerprint)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from agentspec.sidecar.budget import MAX_INTENSITY, Policy
 from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS, TTL_S
+from agentspec.sidecar.store.options import RedisOptions
 
 ENV_PREFIX = "AGENTSPEC_"
 MAX_HISTORY_BYTES = 1 << 42
@@ -46,7 +47,7 @@ def _check_socket(path: Path) -> Path:
 SocketPath = Annotated[Path, AfterValidator(_check_socket)]
 
 
-class Options(BaseModel):
+class Options(RedisOptions):
     """Options of one draft engine.
 
     Attributes:
@@ -69,6 +70,8 @@ class Options(BaseModel):
         grammars_dir: folder of block grammars, ``<id>.json`` each, that requests may name in their tags.
         metrics_port: Prometheus metrics of the engine, plus the data-parallel rank; 0 switches them off.
         otlp_endpoint: gRPC port of an OpenTelemetry collector that gets the same metrics, as ``http://host:4317``.
+
+    Those that begin with `redis` share the histories with other engines, see `RedisOptions`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,6 +102,12 @@ class Options(BaseModel):
             raise ValueError(f"expected at most history_bytes, {history_bytes}")
         return namespace_bytes
 
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        if self.mode == "sidecar" and self.redis is not None:
+            raise ValueError("redis: expected none in mode sidecar: the draft server has the histories, give it there")
+        return self
+
 
 def read_options(config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Options:
     """Merge `AGENTSPEC_*` variables and a configuration mapping; the mapping wins.
@@ -120,6 +129,15 @@ def read_options(config: Mapping[str, Any] | None = None, environ: Mapping[str, 
     try:
         return Options.model_validate(merged)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        raise OptionsError(f"agentspec option {name!r}: {first['msg']}, got {first['input']!r}") from None
+        raise options_error(error) from None
+
+
+def options_error(error: ValidationError) -> OptionsError:
+    """What is wrong first, by the name of the option; a URL that may hold a password is not repeated."""
+    first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        name, _, reason = first["msg"].removeprefix("Value error, ").partition(": ")
+        return OptionsError(f"agentspec option {name!r}: {reason}")
+    name = ".".join(map(str, first["loc"]))
+    got = "" if name == "redis" else f", got {first['input']!r}"
+    return OptionsError(f"agentspec option {name!r}: {first['msg']}{got}")

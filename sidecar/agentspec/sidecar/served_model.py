@@ -15,6 +15,9 @@ from agentspec.sidecar.engine import Engine, FinishReason, StepDrafts
 from agentspec.sidecar.grammar_store import OWN_GRAMMAR, GrammarStore
 from agentspec.sidecar.grammars import GrammarError
 from agentspec.sidecar.refusal import RefusalError, exhausted, invalid, not_found
+from agentspec.sidecar.store.deletion import unseal
+from agentspec.sidecar.store.keys import model_id
+from agentspec.sidecar.store.store import HistoryStore
 from agentspec.sidecar.tags import Tags
 from agentspec.sidecar.wire import (
     HANDLE_BITS,
@@ -100,6 +103,7 @@ class ServedModel:
         vocabulary_size: tokens.
         num_speculative_tokens: longest draft.
         engine: of this model alone.
+        store: shares its histories; None: they are not shared.
         grammars: built in that engine.
         limits: shared with the other models of the server.
         new_client_id: gives the next number.
@@ -115,6 +119,7 @@ class ServedModel:
         vocabulary_size: int,
         num_speculative_tokens: int,
         engine: Engine,
+        store: HistoryStore | None,
         grammars: GrammarStore,
         limits: Limits,
         new_client_id: Callable[[], int],
@@ -126,6 +131,7 @@ class ServedModel:
         self.vocabulary_size = vocabulary_size
         self.num_speculative_tokens = num_speculative_tokens
         self.engine = engine
+        self.store = store
         self._grammars = grammars
         self._limits = limits
         self._new_client_id = new_client_id
@@ -152,6 +158,11 @@ class ServedModel:
             vocabulary_size=self.vocabulary_size,
             num_speculative_tokens=self.num_speculative_tokens,
         )
+
+    def shutdown(self) -> None:
+        """Publish what waits; no call follows."""
+        if self.store is not None:
+            self.store.shutdown()
 
     # --- clients ---
 
@@ -301,6 +312,28 @@ class ServedModel:
         except ValueError as error:
             raise refusal_of(error, 0, {"tail": "token_ids"}) from None
         return len(tokens)
+
+    @property
+    def shared_id(self) -> str:
+        """The model's name in Redis."""
+        return model_id(self.fingerprint, self.digest)
+
+    def export(self, namespace: str) -> bytes:
+        """The archive of a namespace."""
+        archive = self.engine.export_histories(namespace)
+        return archive if self.store is None else self.store.seal(archive, namespace)
+
+    def import_archive(self, archive: bytes, namespace: str) -> int:
+        """Add an archive of `export`; return the number of its tokens.
+
+        Raises:
+            ArchiveError: it is none, holds what is outside of the namespace, or something of it was deleted since.
+        """
+        if self.store is None:
+            return self.engine.import_histories(unseal(archive, namespace, self.shared_id, {}), within=namespace)
+        num_tokens = self.engine.import_histories(self.store.unseal(archive, namespace), within=namespace)
+        self.store.note_import(namespace, num_tokens)
+        return num_tokens
 
     def register_grammar(self, namespace: str, grammar_id: str, grammar_json: str) -> None:
         """Make a grammar known to the requests of a namespace by an id.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import grpc
@@ -22,6 +22,9 @@ from agentspec.sidecar.grammars import Grammar, choose_grammar
 from agentspec.sidecar.refusal import RefusalError, exhausted, invalid
 from agentspec.sidecar.served_model import Limits, ServedModel
 from agentspec.sidecar.server_options import ServerOptions
+from agentspec.sidecar.store.figures import StoreFigures, sum_figures
+from agentspec.sidecar.store.keys import model_id, vocabulary_digest
+from agentspec.sidecar.store.store import HistoryStore
 from agentspec.sidecar.wire import HANDLE_BITS, read_array
 
 log = structlog.get_logger()
@@ -52,7 +55,7 @@ class Vocabulary:
     def digest(self) -> bytes:
         """Equal for equal tokens alone."""
         lengths = np.fromiter(map(len, self.tokens), np.uint32, len(self.tokens))
-        return hashlib.sha256(lengths.tobytes() + b"".join(self.tokens)).digest()
+        return vocabulary_digest(lengths, b"".join(self.tokens))
 
     def grammar(self) -> Grammar:
         """Block markers of the model's family."""
@@ -133,13 +136,17 @@ class ServedModels:
     Args:
         options: of the server.
         grammars: of the server, by id.
+        roots: namespaces that its callers may use, each with those within it.
     """
 
-    def __init__(self, options: ServerOptions, grammars: Mapping[str, Grammar]) -> None:
+    def __init__(
+        self, options: ServerOptions, grammars: Mapping[str, Grammar], *, roots: Callable[[], Sequence[str]]
+    ) -> None:
         self.boot_id = secrets.randbits(64) | 1
         self._options = options
         self._policy: Policy = options.policy
         self._grammars = grammars
+        self._roots = roots
         self._by_fingerprint: dict[str, ServedModel] = {}
         self._building = asyncio.Lock()
         self._last_client_id = 0
@@ -180,14 +187,16 @@ class ServedModels:
                 if known.digest != digest:
                     raise invalid("model_fingerprint", f"{vocabulary.fingerprint} names another vocabulary here")
                 return known
-            self._make_room(caller)
+            await self._make_room(caller)
             engine = await asyncio.to_thread(self._build, vocabulary)
+            store = await asyncio.to_thread(self._share, engine, model_id(vocabulary.fingerprint, digest))
             model = ServedModel(
                 fingerprint=vocabulary.fingerprint,
                 digest=digest,
                 vocabulary_size=len(vocabulary.tokens),
                 num_speculative_tokens=self._options.num_speculative_tokens,
                 engine=engine,
+                store=store,
                 grammars=GrammarStore(engine, self._grammars),
                 limits=self._limits,
                 new_client_id=self._new_client_id,
@@ -197,7 +206,7 @@ class ServedModels:
             engine.set_policy(self._policy)
             return model
 
-    def _make_room(self, caller: Caller) -> None:
+    async def _make_room(self, caller: Caller) -> None:
         if len(self._by_fingerprint) < self._options.max_models:
             return
         idle = [model for model in self._by_fingerprint.values() if model.is_idle]
@@ -210,6 +219,7 @@ class ServedModels:
             )
         oldest = min(idle, key=lambda model: model.last_used)
         del self._by_fingerprint[oldest.fingerprint]
+        await asyncio.to_thread(oldest.shutdown)
         log.warning("model_forgotten", model_fingerprint=oldest.fingerprint, reason="max_models")
 
     def _build(self, vocabulary: Vocabulary) -> Engine:
@@ -225,6 +235,19 @@ class ServedModels:
             is_strict=options.isolation == "strict",
             budget=BudgetOptions(self._policy, options.arithmetic_intensity),
         )
+
+    def _share(self, engine: Engine, model: str) -> HistoryStore | None:
+        if self._options.redis is None:
+            return None
+        store = HistoryStore(engine, model, self._options, roots=self._roots(), ttl_s=self._options.ttl_s)
+        store.start()
+        return store
+
+    def shutdown(self) -> None:
+        """Let all models publish what waits."""
+        with ThreadPoolExecutor(max(1, len(self._by_fingerprint))) as pool:
+            for model in self.all():
+                pool.submit(model.shutdown)
 
     def _new_client_id(self) -> int:
         self._last_client_id = self._last_client_id % MAX_CLIENT_ID + 1
@@ -298,6 +321,10 @@ class ServedModels:
     def num_streams(self) -> int:
         """Clients that are connected by a stream."""
         return sum(model.num_streams for model in self.all())
+
+    def store_figures(self) -> StoreFigures | None:
+        """What the shared histories have seen; None: there are none."""
+        return sum_figures(model.store.figures() for model in self.all() if model.store is not None)
 
     def request_bytes(self) -> int:
         """Memory of the open requests, bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -25,6 +25,7 @@ from agentspec.sidecar.served_models import ServedModels
 from agentspec.sidecar.server_metrics import register_server
 from agentspec.sidecar.server_options import ServerOptions
 from agentspec.sidecar.socket_file import socket_umask
+from agentspec.sidecar.store.metrics import register_store
 from agentspec.sidecar.telemetry import METER_NAME, export_metrics, resource
 from agentspec.sidecar.tls import Certificates
 from agentspec.sidecar.tracing import Tracing
@@ -32,6 +33,9 @@ from agentspec.sidecar.tracing import Tracing
 log = structlog.get_logger()
 
 HOUSEKEEPING_S = 10.0
+REDIS_HEALTH_S = 1.0
+REDIS_SERVICE = "redis"
+"""Health of the shared histories: for operators; the server drafts without them."""
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 HISTORY_SERVICE = history_pb2.DESCRIPTOR.services_by_name["HistoryService"].full_name
 
@@ -53,7 +57,7 @@ class DraftServer:
         if options.otlp_endpoint:
             self._tracing = Tracing.to_collector(options.otlp_endpoint, resource())
         self._calls = Calls(self._callers, int(options.max_message_bytes), self._tracing)
-        self.models = ServedModels(options, grammars)
+        self.models = ServedModels(options, grammars, roots=self._callers.namespaces)
         self._health = HealthServicer()
         self._stop = asyncio.Event()
 
@@ -75,12 +79,15 @@ class DraftServer:
             health_server, health_port = self._health_server()
             self._export_metrics(stack)
             stack.callback(self._tracing.shutdown)
+            stack.push_async_callback(asyncio.to_thread, self.models.shutdown)
             for service in ("", DRAFT_SERVICE, HISTORY_SERVICE):
                 await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
             await grpc_server.start()
             if health_server:
                 await health_server.start()
-            await stack.enter_async_context(_repeated(self.models.keep_house, HOUSEKEEPING_S))
+            await stack.enter_async_context(_repeated(self._keep_house, HOUSEKEEPING_S))
+            if self._options.redis is not None:
+                await stack.enter_async_context(_repeated(self._tell_redis_health, REDIS_HEALTH_S))
             log.info(
                 "server_started",
                 socket=str(socket),
@@ -129,11 +136,23 @@ class DraftServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server, _bind("health_port", f"[::]:{self._options.health_port}", server.add_insecure_port)
 
+    async def _keep_house(self) -> None:
+        self.models.keep_house()
+
+    async def _tell_redis_health(self) -> None:
+        seen = self.models.store_figures()
+        is_serving = seen is not None and seen.is_connected and seen.is_ready
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(REDIS_SERVICE, status.SERVING if is_serving else status.NOT_SERVING)
+
     def _export_metrics(self, stack: contextlib.AsyncExitStack) -> None:
         port, endpoint = self._options.metrics_port, self._options.otlp_endpoint
         if port or endpoint:
             export = export_metrics(self.models, self.models.fallbacks, port, endpoint)
-            register_server(export.provider.get_meter(METER_NAME), self.models.num_streams, self._calls.refusals)
+            meter = export.provider.get_meter(METER_NAME)
+            register_server(meter, self.models.num_streams, self._calls.refusals)
+            if self._options.redis is not None:
+                register_store(meter, self.models.store_figures)
             stack.callback(export.shutdown)
 
 
@@ -166,11 +185,11 @@ def _bind(option: str, address: str, add_port: Callable[[str], int]) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _repeated(call: Callable[[], None], interval_s: float) -> AsyncIterator[None]:
+async def _repeated(call: Callable[[], Awaitable[None]], interval_s: float) -> AsyncIterator[None]:
     async def run() -> None:
         while True:
+            await call()
             await asyncio.sleep(interval_s)
-            call()
 
     task = asyncio.create_task(run())
     try:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from agentspec.sidecar.budget import MAX_INTENSITY, Policy
 from agentspec.sidecar.engine import MAX_SPECULATIVE_TOKENS
@@ -21,7 +21,9 @@ from agentspec.sidecar.options import (
     STORED_TOKENS_PER_S,
     OptionsError,
     SocketPath,
+    options_error,
 )
+from agentspec.sidecar.store.options import RedisOptions
 
 DISTRIBUTION = "agentspec-serving"
 MIB = 1 << 20
@@ -34,7 +36,7 @@ _Count = Annotated[int, Field(ge=1, le=1 << 20)]
 _Memory = Annotated[ByteSize, Field(ge=MIB, le=MAX_HISTORY_BYTES)]
 
 
-class ServerOptions(BaseModel):
+class ServerOptions(RedisOptions):
     """Options of a draft server; each is a flag ``--<name>``, a variable ``AGENTSPEC_<NAME>`` and a key of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -152,12 +154,7 @@ def read_server_options(given: Mapping[str, Any], file: Path | None = None) -> S
     try:
         return ServerOptions.model_validate(merged)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if not first["loc"]:
-            name, _, reason = first["msg"].removeprefix("Value error, ").partition(": ")
-            raise OptionsError(f"agentspec option {name!r}: {reason}") from None
-        name = ".".join(map(str, first["loc"]))
-        raise OptionsError(f"agentspec option {name!r}: {first['msg']}, got {first['input']!r}") from None
+        raise options_error(error) from None
 
 
 def _read_file(file: Path) -> dict[str, Any]:
