@@ -96,8 +96,8 @@ CORE_ORDER = (
         "history_account",
         "history_table",
     ),
-    *("calibration", "drafter", "cost_model", "budget", "budget_planner", "request"),
-    *("engine", "engine_budget", "engine_histories", "bindings"),
+    *("block_feed", "calibration", "drafter", "cost_model", "budget", "budget_planner", "request"),
+    *("engine", "engine_budget", "engine_feed", "engine_histories", "bindings"),
     *("core_test", "index_test"),
 )
 

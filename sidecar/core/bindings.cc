@@ -233,12 +233,12 @@ ArrayOut<int32_t> Allocate(const ArrayIn<float>& scores, const ArrayIn<int32_t>&
 // Namespace, segments, tokens and bytes of each batch; the namespaces in use.
 using Blocks = std::tuple<std::vector<std::tuple<std::string, size_t, size_t, nb::bytes>>, std::vector<std::string>>;
 
-Blocks TakeBlocks(agentspec::Engine& engine, int64_t timeout_us) {
+Blocks TakeBlocks(agentspec::Engine& engine) {
   std::vector<std::string> namespaces;
   std::vector<agentspec::SegmentBatch> batches;
   {
     nb::gil_scoped_release release;
-    batches = engine.TakeBlocks(std::chrono::microseconds(timeout_us), namespaces);
+    batches = engine.TakeBlocks(namespaces);
   }
   Blocks blocks;
   for (auto& batch : batches)
@@ -358,7 +358,13 @@ NB_MODULE(_core, module) {
           },
           "history_namespace"_a)
       .def("share_blocks", &Engine::ShareBlocks, "max_waiting_tokens"_a, Unlocked())
-      .def("take_blocks", &TakeBlocks, "timeout_us"_a)
+      .def(
+          "wait_for_blocks",
+          [](agentspec::Engine& engine, int64_t timeout_us) {
+            return engine.WaitForBlocks(std::chrono::microseconds(timeout_us));
+          },
+          "timeout_us"_a, Unlocked())
+      .def("take_blocks", &TakeBlocks)
       .def(
           "merge_blocks",
           [](Engine& engine, const std::string& history_namespace, const nb::bytes& blocks, uint64_t origin) {

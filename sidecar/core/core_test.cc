@@ -184,7 +184,8 @@ EngineOptions Options(uint32_t seed, size_t history_bytes) {
 // What `source` has for other engines goes to `target`.
 void Carry(Engine& source, Engine& target, std::chrono::microseconds timeout = {}) {
   std::vector<std::string> namespaces;
-  for (const auto& batch : source.TakeBlocks(timeout, namespaces)) {
+  source.WaitForBlocks(timeout);
+  for (const auto& batch : source.TakeBlocks(namespaces)) {
     CHECK(target.MergeBlocks(batch.history_namespace, batch.bytes, 1) <= batch.num_tokens);
     CHECK(batch.num_segments > 0 && batch.num_tokens > 0);
   }
@@ -247,7 +248,7 @@ void TestChangedSegmentsAreRefusedOrTakenWhole() {
   Player player(engine, 4, 1, 0);
   while (engine.NumHistoryTokens() < 200) player.Play();
   std::vector<std::string> namespaces;
-  const auto batches = engine.TakeBlocks({}, namespaces);
+  const auto batches = engine.TakeBlocks(namespaces);
   const std::string& bytes = batches.front().bytes;
   for (uint32_t seed = 0; seed < 2000; ++seed) {
     Random random(seed);

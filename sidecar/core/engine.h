@@ -125,9 +125,11 @@ class Engine {
   std::vector<HistorySize> HistorySizes(const std::string& history_namespace) const;
   // From now on keeps what requests store for TakeBlocks, at most so many tokens; 0: no longer.
   void ShareBlocks(size_t max_waiting_tokens);
-  // What was stored since the last call: blocks that were closed, and of open ones every kSharedAtOnce tokens. Waits
-  // for it as long as `timeout`. Also tells the namespaces that requests have used since.
-  std::vector<SegmentBatch> TakeBlocks(std::chrono::microseconds timeout, std::vector<std::string>& namespaces);
+  // Whether TakeBlocks has something to give; waits for it as long as `timeout`.
+  bool WaitForBlocks(std::chrono::microseconds timeout);
+  // What was stored since the last call: blocks that were closed, and of open ones every kSharedAtOnce tokens. Also
+  // tells the namespaces that requests have used since.
+  std::vector<SegmentBatch> TakeBlocks(std::vector<std::string>& namespaces);
   // Adds what TakeBlocks gave on another engine with the same vocabulary; a text goes on where `origin` left it, and
   // what is here already is passed over. Returns the number of tokens. Throws ArchiveError, nothing changed: see
   // ReadSegments.

@@ -17,9 +17,13 @@ void Engine::ShareBlocks(size_t max_waiting_tokens) {
   outbox_.Open(max_waiting_tokens);
 }
 
-std::vector<SegmentBatch> Engine::TakeBlocks(std::chrono::microseconds timeout, std::vector<std::string>& namespaces) {
+bool Engine::WaitForBlocks(std::chrono::microseconds timeout) {
   std::unique_lock lock(mutex_);
-  has_shared_.wait_for(lock, timeout, [&] { return !outbox_.is_empty(); });
+  return has_shared_.wait_for(lock, timeout, [&] { return !outbox_.is_empty(); });
+}
+
+std::vector<SegmentBatch> Engine::TakeBlocks(std::vector<std::string>& namespaces) {
+  std::lock_guard lock(mutex_);
   return outbox_.Take(kBatchTokens, namespaces);
 }
 

@@ -146,9 +146,7 @@ def delete_namespace(connection: Connection, namespace: str, fingerprint: str) -
 @click.command("delete-shared")
 @click.argument("namespace")
 @option_flags(RedisOptions)
-@click.confirmation_option(
-    "--yes", prompt="Forget all text of this namespace, for good, wherever it is shared?"
-)
+@click.confirmation_option("--yes", prompt="Forget all text of this namespace, for good, wherever it is shared?")
 def delete_shared_namespace(namespace: str, **given: Any) -> None:
     """Forget all text of NAMESPACE and of those within it, for good, without a server: for engines that embed theirs.
 

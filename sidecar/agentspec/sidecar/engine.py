@@ -575,9 +575,13 @@ class Engine:
         """
         self._core.share_blocks(max_waiting_tokens)
 
-    def take_blocks(self, timeout_s: float = 0) -> TakenBlocks:
-        """Return what was stored since the last call; waits up to `timeout_s` for something, without the GIL."""
-        batches, namespaces = self._core.take_blocks(int(timeout_s * 1e6))
+    def wait_for_blocks(self, timeout_s: float) -> bool:
+        """Whether `take_blocks` has something to give; waits up to `timeout_s` for it, without the GIL."""
+        return self._core.wait_for_blocks(int(timeout_s * 1e6))
+
+    def take_blocks(self) -> TakenBlocks:
+        """Return what was stored since the last call."""
+        batches, namespaces = self._core.take_blocks()
         return TakenBlocks([BlockBatch(*batch) for batch in batches], namespaces)
 
     def merge_blocks(self, namespace: str, blocks: bytes, *, origin: int) -> int:

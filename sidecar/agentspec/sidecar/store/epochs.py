@@ -46,18 +46,21 @@ class Epochs:
     def of(self, namespace: str) -> int:
         """The epoch of a namespace; grows with each deletion of it or of one that it is within."""
         with self.lock:
-            return _epoch(self._counts, self._model, namespace)
+            return self._sum(namespace)
+
+    def _sum(self, namespace: str) -> int:
+        if not self._counts:
+            return 0
+        return sum(
+            self._counts.get(epoch_field(model, outer), 0)
+            for outer in outer_namespaces(namespace)
+            for model in (ANY_MODEL, self._model)
+        )
 
     def known(self) -> dict[str, int]:
         """All of them, by field of `EPOCHS`."""
         with self.lock:
             return dict(self._counts)
-
-    def capture(self) -> Callable[[str], int]:
-        """The epochs as they are now, as a function of the namespace."""
-        with self.lock:
-            counts = dict(self._counts)
-        return lambda namespace: _epoch(counts, self._model, namespace)
 
     def raise_to(self, counts: Mapping[str, int]) -> None:
         """Delete here what was deleted elsewhere.
@@ -146,13 +149,3 @@ def note_use(client: Client, keys: ModelKeys, namespaces: Mapping[str, float], t
     client.zremrangebyscore(keys.registry, "-inf", oldest)
     client.zremrangebyscore(MODELS, "-inf", oldest)
     client.expire(keys.registry, int(ttl_s) + 1)
-
-
-def _epoch(counts: Mapping[str, int], model: str, namespace: str) -> int:
-    if not counts:
-        return 0
-    return sum(
-        counts.get(epoch_field(any_or_own, outer), 0)
-        for outer in outer_namespaces(namespace)
-        for any_or_own in (ANY_MODEL, model)
-    )

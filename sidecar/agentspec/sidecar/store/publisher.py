@@ -87,8 +87,8 @@ class Publisher:
         if time.monotonic() < self._full_until:
             return time.sleep(wait_s)
         time.sleep(max(0.0, self._begun_at + GATHER_S - time.monotonic()))
-        if not self._waiting:
-            self._take(wait_s)
+        if not self._waiting and self._engine.wait_for_blocks(wait_s):
+            self._take()
         self._begun_at = time.monotonic()
         if self._waiting:
             self._send(client)
@@ -98,14 +98,14 @@ class Publisher:
         """Publish the rest; the process ends."""
         self.publish(client, 0)
 
-    def _take(self, wait_s: float) -> None:
-        # Captured before: what is written after a deletion may get the old epoch and be lost, never the reverse.
-        epoch_of = self._epochs.capture()
-        taken = self._engine.take_blocks(wait_s)
+    def _take(self) -> None:
+        with self._epochs.lock:  # a deletion takes what waits out of the engine before it raises the epoch
+            taken = self._engine.take_blocks()
+            epochs = {batch.namespace: self._epochs.of(batch.namespace) for batch in taken.batches}
         if taken.namespaces:
             self._on_use(taken.namespaces)
         for batch in taken.batches:
-            self._waiting.append(self._encode(batch, epoch_of(batch.namespace)))
+            self._waiting.append(self._encode(batch, epochs[batch.namespace]))
 
     def _encode(self, batch: BlockBatch, epoch: int) -> _Waiting:
         self._sequence += 1

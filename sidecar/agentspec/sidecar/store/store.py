@@ -50,7 +50,7 @@ class HistoryStore:
         keys = ModelKeys(model)
         codec = Codec(read_key(options.redis_key_file) if options.redis_key_file is not None else None)
         origin = secrets.randbits(64)
-        self._followers = [
+        self.followers = [
             Follower(
                 engine,
                 origin=origin,
@@ -69,7 +69,7 @@ class HistoryStore:
             keys=keys,
             epochs=self.epochs,
             snapshots=snapshots,
-            followers=self._followers,
+            followers=self.followers,
             tally=self._tally,
             roots=roots,
             ttl_s=ttl_s,
@@ -93,7 +93,7 @@ class HistoryStore:
             self._publisher,
             worker("agentspec-keep", begin=self._keeper.begin, work=self._keeper.keep),
             worker("agentspec-deletions", begin=watcher.begin, work=watcher.read),
-            *(worker("agentspec-follow", begin=one.begin, work=one.read) for one in self._followers),
+            *(worker("agentspec-follow", begin=one.begin, work=one.read) for one in self.followers),
         ]
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class HistoryStore:
             is_connected=self._publisher.is_connected,
             is_ready=self._keeper.is_ready,
             is_complete=self._keeper.is_complete,
-            num_namespaces=sum(len(follower.namespaces()) for follower in self._followers),
+            num_namespaces=sum(len(follower.namespaces()) for follower in self.followers),
             num_entries=dict(tally.entries),
             num_tokens=dict(tally.tokens),
             num_bytes=dict(tally.bytes),
