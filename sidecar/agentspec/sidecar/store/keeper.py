@@ -115,7 +115,6 @@ class Keeper:
         new = [name for name in used if self._follower_of(name).position(name) is None]
         if new:
             try:
-                note_use(client, self._keys, dict.fromkeys(new, 0.0), self._ttl_s)
                 self._bring(new, client)
             except Exception:
                 self.use(new)

@@ -12,7 +12,7 @@ import redis
 from agentspec.sidecar.engine import BlockBatch, Engine
 from agentspec.sidecar.store.codec import Codec, Entry
 from agentspec.sidecar.store.connection import Client
-from agentspec.sidecar.store.epochs import Epochs
+from agentspec.sidecar.store.epochs import Epochs, note_use
 from agentspec.sidecar.store.figures import Tally
 from agentspec.sidecar.store.keys import ModelKeys
 
@@ -128,6 +128,8 @@ class Publisher:
         answers = pipeline.execute(raise_on_error=False)
         self._waiting.clear()
         self._settle(client, sent, answers[: len(sent)])
+        if due:
+            note_use(client, self._keys, dict.fromkeys(due, 0.0), self._ttl_s)
 
     def _settle(self, client: Client, sent: list[_Waiting], answers: list[object]) -> None:
         full: set[str] = set()

@@ -86,11 +86,8 @@ class HistoryStore:
         )
         watcher = DeletionWatcher(self.epochs)
         worker = partial(Worker, connect=partial(connect, options, address), tally=self._tally)
-        self._publisher = worker(
-            "agentspec-publish", begin=publisher.begin, work=publisher.publish, end=publisher.flush
-        )
         self._workers = [
-            self._publisher,
+            worker("agentspec-publish", begin=publisher.begin, work=publisher.publish, end=publisher.flush),
             worker("agentspec-keep", begin=self._keeper.begin, work=self._keeper.keep),
             worker("agentspec-deletions", begin=watcher.begin, work=watcher.read),
             *(worker("agentspec-follow", begin=one.begin, work=one.read) for one in self.followers),
@@ -131,7 +128,7 @@ class HistoryStore:
         """What has been seen; cheap and thread-safe."""
         tally = self._tally
         return StoreFigures(
-            is_connected=self._publisher.is_connected,
+            is_connected=all(worker.is_connected for worker in self._workers),
             is_ready=self._keeper.is_ready,
             is_complete=self._keeper.is_complete,
             num_namespaces=sum(len(follower.namespaces()) for follower in self.followers),
