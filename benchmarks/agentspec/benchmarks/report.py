@@ -79,6 +79,11 @@ RPC_COLUMNS: Columns = (
     ("bytes out", "request_bytes", "d"),
     ("bytes in", "answer_bytes", "d"),
 )
+REDIS_COLUMNS: Columns = (
+    ("measurement", "measurement", "s"),
+    ("figure", "figure", "s"),
+    ("value", "value", ".4g"),
+)
 SERVE_COLUMNS: Columns = (
     ("workload", "workload", "s"),
     ("batch", "batch_size", "d"),

@@ -124,6 +124,10 @@ class HistoryStore:
         """Note text that only a snapshot will take to engines that start later."""
         self._tally.note_fresh(namespace, num_tokens)
 
+    def num_fresh_tokens(self, namespace: str) -> int:
+        """Tokens that went or came since the last snapshot."""
+        return self._tally.fresh[namespace]
+
     def figures(self) -> StoreFigures:
         """What has been seen; cheap and thread-safe."""
         tally = self._tally
