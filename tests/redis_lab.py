@@ -19,6 +19,7 @@ import redis
 from tests.engine_player import bold_engine
 from tests.reference import Row, drafts_by_row, step_request, token_ids
 
+from agentspec.sidecar.block_sharing import BlockSharing
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling
 from agentspec.sidecar.store.options import RedisOptions
 from agentspec.sidecar.store.store import HistoryStore
@@ -131,7 +132,7 @@ class Replica:
     """An engine whose histories are shared."""
 
     engine: Engine
-    store: HistoryStore
+    sharing: BlockSharing
     _next_handle: int = 1000
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -150,6 +151,11 @@ class Replica:
         self.engine.open(self._next_handle, token_ids(*b"!"), tags, Sampling(), namespace=namespace)
         self.engine.close(self._next_handle, FinishReason.ERROR, 0, token_ids())
         eventually(lambda: namespace in self.followed())
+
+    @property
+    def store(self) -> HistoryStore:
+        assert self.sharing.store is not None
+        return self.sharing.store
 
     def followed(self) -> set[str]:
         return {name for follower in self.store.followers for name in follower.namespaces()}
@@ -180,11 +186,11 @@ def replica(
     url: str, *, model: str = MODEL, roots: tuple[str, ...] = (NAMESPACE,), ttl_s: float = TTL_S, **options: Any
 ) -> Iterator[Replica]:
     engine = bold_engine(VOCABULARY)
-    store = HistoryStore(
+    sharing = BlockSharing(
         engine, model, RedisOptions.model_validate({"redis": url, **options}), roots=roots, ttl_s=ttl_s
     )
-    store.start()
+    sharing.start()
     try:
-        yield Replica(engine, store)
+        yield Replica(engine, sharing)
     finally:
-        store.shutdown()
+        sharing.shutdown()

@@ -38,7 +38,10 @@ class ImportRule:
 VLLM_FILES = ("hook_v1.py", "hook_v2.py", "scheduler_v2.py", "compat.py", "compat_v2.py", "model_reader.py")
 # One row for each root; `benchmarks` may import everything.
 # What the hook takes of the sidecar's package: the engine and its words, no server.
-SIDECAR_PARTS = ("budget", "engine", "grammar_store", "grammars", "options", "store", "tags", "telemetry")
+SIDECAR_PARTS = (
+    *("block_feed", "block_sharing", "budget", "engine", "epochs", "grammar_store", "grammars", "options", "sealed"),
+    *("shared_blocks", "shared_messages", "store", "tags", "telemetry", "worker"),
+)
 IMPORT_RULES = {
     "proto": ImportRule("agentspec.draft", third_party=("google", "grpc")),
     "middleware": ImportRule(

@@ -13,7 +13,7 @@ from tests.reference import Row, step_request, token_ids
 from agentspec.sidecar.engine import ArchiveError, FinishReason, Sampling
 from agentspec.sidecar.store import keeper
 from agentspec.sidecar.store.codec import Codec, Entry
-from agentspec.sidecar.store.epochs import delete_in_redis
+from agentspec.sidecar.store.deletion import delete_in_redis
 from agentspec.sidecar.store.keys import EPOCHS, ModelKeys
 from agentspec.sidecar.tags import Tags
 
@@ -135,7 +135,7 @@ def test_a_namespace_lives_on_after_its_deletion(server: RedisServer, a: Replica
     b.use()
     with server.client() as client:
         delete_in_redis(client, NAMESPACE)
-    eventually(lambda: b.store.epochs.of(NAMESPACE) == a.store.epochs.of(NAMESPACE) == 1)
+    eventually(lambda: b.sharing.epochs.of(NAMESPACE) == a.sharing.epochs.of(NAMESPACE) > 0)
     a.write(PLAN)
 
     eventually(lambda: b.knows(PLAN))
@@ -158,23 +158,24 @@ def test_an_epoch_survives_the_loss_of_all_data(server: RedisServer, monkeypatch
     with replica(server.url) as one, server.client() as client:
         one.use()
         delete_in_redis(client, NAMESPACE)
-        eventually(lambda: one.store.epochs.of(NAMESPACE) == 1)
+        eventually(lambda: one.sharing.epochs.of(NAMESPACE))
+        epoch = one.sharing.epochs.of(NAMESPACE)
         client.flushall()
 
-        eventually(lambda: client.hget(EPOCHS, f"*|{NAMESPACE}") == b"1")
+        eventually(lambda: client.hget(EPOCHS, f"*|{NAMESPACE}") == str(epoch).encode())
 
 
 def test_an_archive_of_before_a_deletion_is_refused(server: RedisServer, a: Replica) -> None:
     a.write(PLAN)
-    archive = a.store.seal(a.engine.export_histories(NAMESPACE), NAMESPACE)
+    archive = a.sharing.export(NAMESPACE)
     with server.client() as client:
         delete_in_redis(client, "default")
-    eventually(lambda: a.store.epochs.of(NAMESPACE) == 1)
+    eventually(lambda: a.sharing.epochs.of(NAMESPACE))
 
     with pytest.raises(ArchiveError, match="the namespace default was deleted since it was made"):
-        a.store.unseal(archive, NAMESPACE)
-    later = a.store.seal(a.engine.export_histories(NAMESPACE), NAMESPACE)
-    assert a.engine.export_histories(NAMESPACE) == a.store.unseal(later, NAMESPACE)
+        a.sharing.import_archive(archive, NAMESPACE)
+    a.write(OTHER)
+    assert len(OTHER) <= a.sharing.import_archive(a.sharing.export(NAMESPACE), NAMESPACE)
 
 
 @pytest.mark.parametrize(

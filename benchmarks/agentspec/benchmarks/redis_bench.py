@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from agentspec.benchmarks.corpus import TokenCall
 from agentspec.benchmarks.figures import Figures
+from agentspec.sidecar.block_sharing import BlockSharing
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepRequest, TokenIds
 from agentspec.sidecar.grammars import CHAT
 from agentspec.sidecar.store.keeper import MIN_SNAPSHOT_TOKENS
@@ -108,12 +109,12 @@ class RedisBench:
     @contextmanager
     def _shared(self, url: str) -> Iterator[tuple[Engine, HistoryStore]]:
         engine = self._engine()
-        store = HistoryStore(engine, MODEL, RedisOptions(redis=url), roots=[NAMESPACE], ttl_s=3600)
-        store.start()
+        sharing = BlockSharing(engine, MODEL, RedisOptions(redis=url), roots=[NAMESPACE], ttl_s=3600)
+        sharing.start()
         try:
-            yield engine, store
+            yield engine, cast(HistoryStore, sharing.store)
         finally:
-            store.shutdown()
+            sharing.shutdown()
 
     def _memory(self, url: str, client: Any) -> Figures:
         """Bytes of Redis for each token: in the log, a block an entry and in company, and in a snapshot."""

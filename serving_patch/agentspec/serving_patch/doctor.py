@@ -120,7 +120,7 @@ def check_sidecar(path: Path) -> Finding:
 def check_redis(options: Options) -> Finding:
     """Look whether the Redis answers that shares the histories."""
     from agentspec.sidecar.store.connection import FAILURES, connect  # noqa: PLC0415  # imports redis, 0.2 s
-    from agentspec.sidecar.store.epochs import read_epochs  # noqa: PLC0415  # see above
+    from agentspec.sidecar.store.deletion import read_epochs  # noqa: PLC0415  # see above
 
     address = options.redis_address()
     if address is None:

@@ -21,7 +21,7 @@ from .mailbox import Fallbacks
 from .model_reader import device_name, read_chat_template, read_grammar, read_vocabulary
 
 if TYPE_CHECKING:
-    from agentspec.sidecar.store.store import HistoryStore
+    from agentspec.sidecar.block_sharing import BlockSharing
 
     from .sidecar_messages import Vocabulary
 
@@ -61,7 +61,7 @@ class Drafting:
         self._grammar = read_grammar(vllm_config.model_config)
         self._metrics: MetricsExport | None = None
         self._engine: Engine | None = None
-        self._store: HistoryStore | None = None
+        self._sharing: BlockSharing | None = None
         self._budget = self._make_budget()
         self._cost_model_file = CostModelFile(self.options.cost_model_file, _machine(vllm_config))
         self.client = self._connect() if self.options.mode == "sidecar" else self._embed()
@@ -69,8 +69,8 @@ class Drafting:
     def shutdown(self) -> None:
         """Stop the client and the export of metrics, and save the cost model."""
         self.client.shutdown()
-        if self._store is not None:
-            self._store.shutdown()
+        if self._sharing is not None:
+            self._sharing.shutdown()
         if self._metrics is not None:
             self._metrics.shutdown()
         if self._engine is not None:
@@ -116,16 +116,16 @@ class Drafting:
         model = self._config.model_config
         return Vocabulary.of(str(model.model), read_vocabulary(model), read_chat_template(model))
 
-    def _share(self, engine: Engine) -> HistoryStore:
+    def _share(self, engine: Engine) -> BlockSharing:
         """Shares the histories of an engine through Redis, which may come later."""
+        from agentspec.sidecar.block_sharing import BlockSharing  # noqa: PLC0415  # imports redis, 0.2 s
         from agentspec.sidecar.store.keys import model_id, vocabulary_digest  # noqa: PLC0415  # for those who share
-        from agentspec.sidecar.store.store import HistoryStore  # noqa: PLC0415  # imports redis, 0.2 s
 
         vocabulary = self._vocabulary()
         model = model_id(vocabulary.fingerprint, vocabulary_digest(vocabulary.token_lengths, vocabulary.token_bytes))
-        store = HistoryStore(engine, model, self.options, roots=[self.options.namespace], ttl_s=self.options.ttl_s)
-        store.start()
-        return store
+        sharing = BlockSharing(engine, model, self.options, roots=[self.options.namespace], ttl_s=self.options.ttl_s)
+        sharing.start()
+        return sharing
 
     def _embed(self) -> DraftClient:
         """An engine in this process, behind a guard."""
@@ -145,9 +145,9 @@ class Drafting:
         self._cost_model_file.load(engine)
         self._metrics = self._export(partial(export_metrics, engine))
         if options.redis is not None:
-            self._store = self._share(engine)
-            if self._metrics is not None:
-                register_store(self._metrics.provider.get_meter(METER_NAME), self._store.figures)
+            self._sharing = self._share(engine)
+            if self._metrics is not None and (store := self._sharing.store) is not None:
+                register_store(self._metrics.provider.get_meter(METER_NAME), store.figures)
         return GuardedClient(
             EmbeddedClient(engine, grammars=GrammarStore(engine, server_grammars(options)), fallbacks=self.fallbacks),
             vocab_size=self.vocab_size,

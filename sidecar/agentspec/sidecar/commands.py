@@ -18,8 +18,8 @@ from agentspec.sidecar.connection import Connection, connecting
 from agentspec.sidecar.flags import ConfigurationError, option_flags
 from agentspec.sidecar.log_blocks import Encode, TokenizerFileError, batches_of, load_encoder
 from agentspec.sidecar.options import options_error
+from agentspec.sidecar.sealed import MAGIC as SEALED_MAGIC
 from agentspec.sidecar.store.connection import FAILURES
-from agentspec.sidecar.store.deletion import MAGIC as SEALED_MAGIC
 from agentspec.sidecar.store.deletion import delete_shared
 from agentspec.sidecar.store.options import RedisOptions
 from agentspec.sidecar.traces import find_traces, read_trace

@@ -12,11 +12,14 @@ from google.protobuf.message import Message
 from agentspec.draft.v1 import history_pb2
 from agentspec.sidecar.callers import Caller
 from agentspec.sidecar.engine import ArchiveError, BlockStats
+from agentspec.sidecar.epochs import ANY_MODEL, epoch_field
+from agentspec.sidecar.following import Following
 from agentspec.sidecar.refusal import RefusalError, exhausted, invalid
 from agentspec.sidecar.rpc import Calls, Context, parse
 from agentspec.sidecar.served_model import ServedModel, check_batch
 from agentspec.sidecar.served_models import ServedModels, check_fingerprint
 from agentspec.sidecar.server_options import ServerOptions
+from agentspec.sidecar.shared_messages import read_following
 from agentspec.sidecar.store.connection import FAILURES
 from agentspec.sidecar.store.deletion import delete_shared
 from agentspec.sidecar.wire import check_name
@@ -57,7 +60,7 @@ class HistoryService:
                 "DeleteNamespace": self.delete_namespace,
             },
             {"ImportHistory": self.import_history},
-            {"ExportHistory": self.export_history},
+            {"ExportHistory": self.export_history, "FollowBlocks": self.follow_blocks},
         )
 
     async def append_blocks(self, request: history_pb2.AppendBlocksRequest, caller: Caller) -> Message:
@@ -65,8 +68,18 @@ class HistoryService:
         caller.check_history_role()
         model = self._models.get(request.model_fingerprint)
         check_batch(len(request.blocks), "blocks")
+        check_batch(len(request.shared_blocks), "shared_blocks")
         num_tokens = await asyncio.to_thread(model.append, caller, request.blocks)
-        return history_pb2.AppendBlocksResponse(num_tokens=num_tokens)
+        num_shared, num_skipped = await asyncio.to_thread(model.append_shared, caller, request.shared_blocks)
+        return history_pb2.AppendBlocksResponse(num_tokens=num_tokens + num_shared, num_skipped=num_skipped)
+
+    async def follow_blocks(self, request: history_pb2.FollowBlocksRequest, context: Context, caller: Caller) -> None:
+        """Send what others write, until the engine or the server ends."""
+        caller.check_history_role()
+        model = self._models.get(request.model_fingerprint)
+        with Following(model.sharing, read_following(request, caller), boot_id=self._models.boot_id) as following:
+            async for message in following.messages():
+                await self._within(context.write(message.SerializeToString()), "the reader took no blocks")
 
     async def get_stats(self, request: history_pb2.GetStatsRequest, caller: Caller) -> Message:
         """Counts of the caller's namespaces."""
@@ -95,11 +108,14 @@ class HistoryService:
         check_name(request.namespace, "namespace", can_be_empty=False)
         namespace = caller.namespace(request.namespace)
         models = self._named(request.model_fingerprint)
+        model = models[0].sharing.epochs.model if request.model_fingerprint else ANY_MODEL
+        epoch = max((found.sharing.epochs.next(namespace) for found in models), default=0)
         num_tokens = 0
-        for model in models:
-            num_tokens += await asyncio.to_thread(model.engine.delete_namespace, namespace)
+        for found in models:
+            times = {epoch_field(model, namespace): epoch}
+            num_tokens += await asyncio.to_thread(found.sharing.epochs.raise_to, times)
         if self._options.redis is not None:
-            await self._delete_shared(namespace, models[0] if request.model_fingerprint else None)
+            await self._delete_shared(namespace, model, epoch)
         return history_pb2.DeleteNamespaceResponse(num_tokens=num_tokens)
 
     async def export_history(self, request: history_pb2.ExportHistoryRequest, context: Context, caller: Caller) -> None:
@@ -108,7 +124,7 @@ class HistoryService:
         namespace = caller.namespace(request.namespace)
         model = self._models.get(request.model_fingerprint)
         async with self._transfers:
-            archive = await asyncio.to_thread(model.export, namespace)
+            archive = await asyncio.to_thread(model.sharing.export, namespace)
             for begin in range(0, len(archive), PART_BYTES):
                 part = history_pb2.ExportHistoryResponse(archive_part=archive[begin : begin + PART_BYTES])
                 await self._within(context.write(part.SerializeToString()), "the reader took no part")
@@ -135,19 +151,20 @@ class HistoryService:
                     )
             namespace, model = target or self._target(history_pb2.ImportHistoryRequest(), caller)
             try:
-                num_tokens = await asyncio.to_thread(model.import_archive, b"".join(parts), namespace)
+                num_tokens = await asyncio.to_thread(model.sharing.import_archive, b"".join(parts), namespace)
             except ArchiveError as error:
                 raise invalid("archive_part", str(error)) from None
         return history_pb2.ImportHistoryResponse(num_tokens=num_tokens)
 
-    async def _delete_shared(self, namespace: str, model: ServedModel | None) -> None:
+    async def _delete_shared(self, namespace: str, model: str, epoch: int) -> None:
         """Delete what is in Redis and on every other server.
 
         Raises:
             RefusalError: Redis can't be asked.
         """
         try:
-            await asyncio.to_thread(delete_shared, self._options, namespace, model.shared_id if model else None)
+            which = None if model == ANY_MODEL else model
+            await asyncio.to_thread(delete_shared, self._options, namespace, which, epoch=epoch)
         except FAILURES as error:
             reason = f"forgotten here, but Redis does not answer ({type(error).__name__}): ask again"
             raise RefusalError(grpc.StatusCode.UNAVAILABLE, "", reason) from None

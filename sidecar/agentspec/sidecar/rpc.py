@@ -20,7 +20,8 @@ from agentspec.sidecar.tracing import OK, Tracing, note_code
 
 log = structlog.get_logger()
 
-ENDLESS = ("/agentspec.draft.v1.DraftService/DraftStream",)  # a span of it would end with the engine
+# A span of these would end with the engine.
+ENDLESS = ("/agentspec.draft.v1.DraftService/DraftStream", "/agentspec.draft.v1.HistoryService/FollowBlocks")
 
 _Message = TypeVar("_Message", bound=Message)
 _Value = TypeVar("_Value")
@@ -154,18 +155,25 @@ class Calls:
         async def call() -> None:
             await handler(parse(request_class, raw), context, self._callers.of(context))
 
+        if path in ENDLESS:
+            self._note_stream()
+            return await self._guard(call(), context)
         with self._tracing.call(path, _metadata(context)):
-            await self._guard(call(), context)
+            return await self._guard(call(), context)
+
+    def _note_stream(self) -> None:
+        """`drain` ends the call at hand."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._streams.add(task)
+            task.add_done_callback(self._streams.discard)
 
     async def _follow(self, path: str, handler: StreamHandler, _: Any, context: Context) -> bytes | None:
         async def call() -> bytes | None:
             answer = await handler(context, self._callers.of(context))
             return None if answer is None else answer.SerializeToString()
 
-        task = asyncio.current_task()
-        if task is not None:
-            self._streams.add(task)
-            task.add_done_callback(self._streams.discard)
+        self._note_stream()
         if path in ENDLESS:
             return await self._guard(call(), context)
         with self._tracing.call(path, _metadata(context)):

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agentspec.draft.v1 import draft_pb2, history_pb2
+from agentspec.sidecar.block_sharing import BlockSharing
 from agentspec.sidecar.callers import Caller
-from agentspec.sidecar.engine import Engine, FinishReason, StepDrafts
+from agentspec.sidecar.engine import ArchiveError, Engine, FinishReason, StepDrafts
 from agentspec.sidecar.grammar_store import OWN_GRAMMAR, GrammarStore
 from agentspec.sidecar.grammars import GrammarError
 from agentspec.sidecar.refusal import RefusalError, exhausted, invalid, not_found
-from agentspec.sidecar.store.deletion import unseal
-from agentspec.sidecar.store.keys import model_id
-from agentspec.sidecar.store.store import HistoryStore
+from agentspec.sidecar.shared_messages import read_shared_blocks
 from agentspec.sidecar.tags import Tags
 from agentspec.sidecar.wire import (
     HANDLE_BITS,
@@ -103,7 +102,7 @@ class ServedModel:
         vocabulary_size: tokens.
         num_speculative_tokens: longest draft.
         engine: of this model alone.
-        store: shares its histories; None: they are not shared.
+        sharing: of its histories, begun.
         grammars: built in that engine.
         limits: shared with the other models of the server.
         new_client_id: gives the next number.
@@ -119,7 +118,7 @@ class ServedModel:
         vocabulary_size: int,
         num_speculative_tokens: int,
         engine: Engine,
-        store: HistoryStore | None,
+        sharing: BlockSharing,
         grammars: GrammarStore,
         limits: Limits,
         new_client_id: Callable[[], int],
@@ -131,7 +130,7 @@ class ServedModel:
         self.vocabulary_size = vocabulary_size
         self.num_speculative_tokens = num_speculative_tokens
         self.engine = engine
-        self.store = store
+        self.sharing = sharing
         self._grammars = grammars
         self._limits = limits
         self._new_client_id = new_client_id
@@ -149,7 +148,9 @@ class ServedModel:
     @property
     def is_idle(self) -> bool:
         """Whether nobody is connected and nothing is open."""
-        return not self._streams and not any(client.handles for client in self._outside.values())
+        return not (self._streams or self.sharing.relay.num_readers) and not any(
+            client.handles for client in self._outside.values()
+        )
 
     def describe(self) -> draft_pb2.Model:
         """The model as the contract names it."""
@@ -161,8 +162,7 @@ class ServedModel:
 
     def shutdown(self) -> None:
         """Publish what waits; no call follows."""
-        if self.store is not None:
-            self.store.shutdown()
+        self.sharing.shutdown()
 
     # --- clients ---
 
@@ -313,27 +313,24 @@ class ServedModel:
             raise refusal_of(error, 0, {"tail": "token_ids"}) from None
         return len(tokens)
 
-    @property
-    def shared_id(self) -> str:
-        """The model's name in Redis."""
-        return model_id(self.fingerprint, self.digest)
-
-    def export(self, namespace: str) -> bytes:
-        """The archive of a namespace."""
-        archive = self.engine.export_histories(namespace)
-        return archive if self.store is None else self.store.seal(archive, namespace)
-
-    def import_archive(self, archive: bytes, namespace: str) -> int:
-        """Add an archive of `export`; return the number of its tokens.
+    def append_shared(self, caller: Caller, messages: Iterable[history_pb2.SharedBlocks]) -> tuple[int, int]:
+        """Add what another engine wrote; return the numbers of tokens that were stored and of messages that were not.
 
         Raises:
-            ArchiveError: it is none, holds what is outside of the namespace, or something of it was deleted since.
+            RefusalError: a field of a message is out of its bound; those before it are stored.
         """
-        if self.store is None:
-            return self.engine.import_histories(unseal(archive, namespace, self.shared_id, {}), within=namespace)
-        num_tokens = self.engine.import_histories(self.store.unseal(archive, namespace), within=namespace)
-        self.store.note_import(namespace, num_tokens)
-        return num_tokens
+        num_tokens = num_skipped = 0
+        for index, message in enumerate(messages):
+            try:
+                blocks = read_shared_blocks(message, caller)
+                stored = self.sharing.append(blocks)
+            except RefusalError as error:
+                raise error.within(f"shared_blocks[{index}]") from None
+            except ArchiveError as error:
+                raise invalid(f"shared_blocks[{index}].blocks", str(error)) from None
+            num_tokens += stored or 0
+            num_skipped += stored is None
+        return num_tokens, num_skipped
 
     def register_grammar(self, namespace: str, grammar_id: str, grammar_json: str) -> None:
         """Make a grammar known to the requests of a namespace by an id.

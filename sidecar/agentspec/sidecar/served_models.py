@@ -14,6 +14,7 @@ import numpy as np
 import structlog
 
 from agentspec.draft.v1 import draft_pb2
+from agentspec.sidecar.block_sharing import BlockSharing
 from agentspec.sidecar.budget import POLICIES, BudgetOptions, BudgetStats, Policy
 from agentspec.sidecar.callers import Caller
 from agentspec.sidecar.engine import BlockStats, Engine, pooled_bytes
@@ -24,7 +25,6 @@ from agentspec.sidecar.served_model import Limits, ServedModel
 from agentspec.sidecar.server_options import ServerOptions
 from agentspec.sidecar.store.figures import StoreFigures, sum_figures
 from agentspec.sidecar.store.keys import model_id, vocabulary_digest
-from agentspec.sidecar.store.store import HistoryStore
 from agentspec.sidecar.wire import HANDLE_BITS, read_array
 
 log = structlog.get_logger()
@@ -189,14 +189,14 @@ class ServedModels:
                 return known
             await self._make_room(caller)
             engine = await asyncio.to_thread(self._build, vocabulary)
-            store = await asyncio.to_thread(self._share, engine, model_id(vocabulary.fingerprint, digest))
+            sharing = await asyncio.to_thread(self._share, engine, model_id(vocabulary.fingerprint, digest))
             model = ServedModel(
                 fingerprint=vocabulary.fingerprint,
                 digest=digest,
                 vocabulary_size=len(vocabulary.tokens),
                 num_speculative_tokens=self._options.num_speculative_tokens,
                 engine=engine,
-                store=store,
+                sharing=sharing,
                 grammars=GrammarStore(engine, self._grammars),
                 limits=self._limits,
                 new_client_id=self._new_client_id,
@@ -236,12 +236,10 @@ class ServedModels:
             budget=BudgetOptions(self._policy, options.arithmetic_intensity),
         )
 
-    def _share(self, engine: Engine, model: str) -> HistoryStore | None:
-        if self._options.redis is None:
-            return None
-        store = HistoryStore(engine, model, self._options, roots=self._roots(), ttl_s=self._options.ttl_s)
-        store.start()
-        return store
+    def _share(self, engine: Engine, model: str) -> BlockSharing:
+        sharing = BlockSharing(engine, model, self._options, roots=self._roots(), ttl_s=self._options.ttl_s)
+        sharing.start()
+        return sharing
 
     def shutdown(self) -> None:
         """Let all models publish what waits."""
@@ -324,7 +322,7 @@ class ServedModels:
 
     def store_figures(self) -> StoreFigures | None:
         """What the shared histories have seen; None: there are none."""
-        return sum_figures(model.store.figures() for model in self.all() if model.store is not None)
+        return sum_figures(model.sharing.store.figures() for model in self.all() if model.sharing.store is not None)
 
     def request_bytes(self) -> int:
         """Memory of the open requests, bytes."""

@@ -19,35 +19,79 @@ class Block(_message.Message):
     token_ids: bytes
     def __init__(self, namespace: _Optional[str] = ..., workflow_id: _Optional[str] = ..., stage: _Optional[str] = ..., block_path: _Optional[str] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
+class SharedBlocks(_message.Message):
+    __slots__ = ("namespace", "origin", "sequence", "epoch", "num_tokens", "blocks")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    origin: int
+    sequence: int
+    epoch: int
+    num_tokens: int
+    blocks: bytes
+    def __init__(self, namespace: _Optional[str] = ..., origin: _Optional[int] = ..., sequence: _Optional[int] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[bytes] = ...) -> None: ...
+
+class Deletion(_message.Message):
+    __slots__ = ("namespace", "epoch")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    epoch: int
+    def __init__(self, namespace: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
 class AppendBlocksRequest(_message.Message):
-    __slots__ = ("model_fingerprint", "blocks")
+    __slots__ = ("model_fingerprint", "blocks", "shared_blocks")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
-    def __init__(self, model_fingerprint: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+    shared_blocks: _containers.RepeatedCompositeFieldContainer[SharedBlocks]
+    def __init__(self, model_fingerprint: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., shared_blocks: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ...) -> None: ...
 
 class AppendBlocksResponse(_message.Message):
-    __slots__ = ("num_tokens",)
+    __slots__ = ("num_tokens", "num_skipped")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SKIPPED_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
-    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
+    num_skipped: int
+    def __init__(self, num_tokens: _Optional[int] = ..., num_skipped: _Optional[int] = ...) -> None: ...
 
 class FollowBlocksRequest(_message.Message):
-    __slots__ = ("model_fingerprint", "namespaces")
+    __slots__ = ("model_fingerprint", "namespaces", "origin", "boot_id", "position", "deletions")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    DELETIONS_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     namespaces: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model_fingerprint: _Optional[str] = ..., namespaces: _Optional[_Iterable[str]] = ...) -> None: ...
+    origin: int
+    boot_id: int
+    position: int
+    deletions: _containers.RepeatedCompositeFieldContainer[Deletion]
+    def __init__(self, model_fingerprint: _Optional[str] = ..., namespaces: _Optional[_Iterable[str]] = ..., origin: _Optional[int] = ..., boot_id: _Optional[int] = ..., position: _Optional[int] = ..., deletions: _Optional[_Iterable[_Union[Deletion, _Mapping]]] = ...) -> None: ...
 
 class FollowBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "num_dropped_tokens")
+    __slots__ = ("blocks", "num_dropped_tokens", "shared_blocks", "boot_id", "position", "deletions")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    DELETIONS_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
     num_dropped_tokens: int
-    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., num_dropped_tokens: _Optional[int] = ...) -> None: ...
+    shared_blocks: _containers.RepeatedCompositeFieldContainer[SharedBlocks]
+    boot_id: int
+    position: int
+    deletions: _containers.RepeatedCompositeFieldContainer[Deletion]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ..., num_dropped_tokens: _Optional[int] = ..., shared_blocks: _Optional[_Iterable[_Union[SharedBlocks, _Mapping]]] = ..., boot_id: _Optional[int] = ..., position: _Optional[int] = ..., deletions: _Optional[_Iterable[_Union[Deletion, _Mapping]]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ("model_fingerprint",)

@@ -84,7 +84,7 @@ class HistoryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FollowBlocks(self, request, context):
-        """Blocks as they close or grow by 256 tokens, from now on.
+        """What other engines store, as they write it: for one that drafts by itself, see `FollowBlocksRequest`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

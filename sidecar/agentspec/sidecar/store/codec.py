@@ -17,7 +17,7 @@ MIN_COMPRESSED_BYTES = 64
 COMPRESSION_LEVEL = 3
 
 # version, flags, origin, sequence, epoch, tokens
-_HEADER = struct.Struct("<BBQQII")
+_HEADER = struct.Struct("<BBQQQI")
 _CHECKSUM = struct.Struct("<I")
 _COMPRESSED = 1
 _ENCRYPTED = 2

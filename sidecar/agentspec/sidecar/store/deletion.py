@@ -1,29 +1,72 @@
-"""Deletion by hand, and archives that know which deletions they have seen."""
+"""Deletions in Redis: every engine that shares its histories there learns of them, now or when it comes back."""
 
 from __future__ import annotations
 
-import json
-import struct
+import time
 from collections.abc import Mapping
-from typing import Any
 
-from agentspec.sidecar.engine import ArchiveError
-from agentspec.sidecar.store.connection import connect
-from agentspec.sidecar.store.epochs import delete_in_redis
-from agentspec.sidecar.store.keys import ANY_MODEL
+from agentspec.sidecar.epochs import ANY_MODEL, Epochs, epoch_field
+from agentspec.sidecar.store.connection import Client, connect
+from agentspec.sidecar.store.keys import DELETIONS, EPOCHS, MODELS, ModelKeys
 from agentspec.sidecar.store.options import RedisOptions
 
-MAGIC = b"ASPE"
-_LENGTH = struct.Struct("<I")
+MAX_DELETIONS = 1000  # kept in the stream: it only wakes followers
+MAX_EPOCH_DIGITS = 15
+
+# An epoch never goes back, also after Redis has lost all its data.
+_RAISE = """
+for i = 1, #ARGV, 2 do
+  local now = tonumber(redis.call('HGET', KEYS[1], ARGV[i]) or '0')
+  if tonumber(ARGV[i + 1]) > now then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+end
+"""
+# A deletion is later than the last one, whatever the clock of its machine says. The text of a number is made here:
+# Redis would round it.
+_DELETE = """
+local last = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '0')
+local time_ms = tonumber(ARGV[2])
+if time_ms < last then time_ms = last + 1 end
+local text = string.format('%.0f', time_ms)
+redis.call('HSET', KEYS[1], ARGV[1], text)
+return text
+"""
 
 
-def delete_shared(options: RedisOptions, namespace: str, model: str | None = None) -> None:
+def sync(epochs: Epochs, client: Client) -> None:
+    """Bring this process and Redis to the later of their epochs.
+
+    Raises:
+        redis.RedisError: Redis can't be asked; nothing is lost.
+    """
+    found = read_epochs(client)
+    epochs.raise_to(found)
+    lost = [(field, time_ms) for field, time_ms in epochs.known().items() if time_ms > found.get(field, 0)]
+    if lost:
+        client.eval(_RAISE, 1, EPOCHS, *(str(value) for pair in lost for value in pair))
+
+
+def read_epochs(client: Client) -> dict[str, int]:
+    """All epochs, ms by `epoch_field`; what is no number is passed over.
+
+    Raises:
+        redis.RedisError: Redis can't be asked.
+    """
+    found = client.hgetall(EPOCHS)
+    return {
+        field.decode(errors="replace"): int(time_ms)
+        for field, time_ms in found.items()
+        if time_ms.isdigit() and len(time_ms) <= MAX_EPOCH_DIGITS
+    }
+
+
+def delete_shared(options: RedisOptions, namespace: str, model: str | None = None, *, epoch: int = 0) -> None:
     """Delete a namespace for good, from Redis and from every engine that shares its histories there.
 
     Args:
         options: with a URL.
         namespace: with those within it.
         model: see `model_id`; None: of all models.
+        epoch: that the deletion begins, ms; 0: now.
 
     Raises:
         redis.RedisError: Redis can't be asked; to be called again.
@@ -33,64 +76,55 @@ def delete_shared(options: RedisOptions, namespace: str, model: str | None = Non
         raise ValueError("redis: expected a URL")
     client = connect(options, address)
     try:
-        delete_in_redis(client, namespace, model)
+        delete_in_redis(client, namespace, model, epoch=epoch)
     finally:
         client.close()
 
 
-def seal(archive: bytes, namespace: str, model: str, epochs: Mapping[str, int]) -> bytes:
-    """An archive with the epochs at which it was made.
+def delete_in_redis(client: Client, namespace: str, model: str | None = None, *, epoch: int = 0) -> None:
+    """Delete a namespace and those within it from Redis, and from every engine that follows it or ever will.
 
     Args:
-        archive: as `Engine.export_histories` gives it.
-        namespace: that was exported.
-        model: see `model_id`.
-        epochs: by field of `EPOCHS`.
-    """
-    seen = {field: count for field, count in epochs.items() if _concerns(field, namespace, model)}
-    header = json.dumps({"namespace": namespace, "epochs": seen}).encode()
-    return MAGIC + _LENGTH.pack(len(header)) + header + archive
-
-
-def unseal(raw: bytes, namespace: str, model: str, epochs: Mapping[str, int]) -> bytes:
-    """The archive, if nothing of it was deleted since.
-
-    Args:
-        raw: sealed or not; what is not is taken for older than any deletion.
-        namespace: that it is to go to.
-        model: see `model_id`.
-        epochs: as they are now.
+        client: may be anyone's.
+        namespace: at least one character.
+        model: see `model_id`; None: all.
+        epoch: that the deletion begins, ms; 0: now.
 
     Raises:
-        ArchiveError: something was, or the bytes are no sealed archive.
+        redis.RedisError: Redis can't be asked; to be called again.
     """
-    seen: Mapping[str, Any] = {}
-    if raw.startswith(MAGIC):
-        header, raw = _split(raw)
-        namespace, seen = header["namespace"], header["epochs"]
-    for field, count in epochs.items():
-        if _concerns(field, namespace, model) and count > seen.get(field, 0):
-            deleted = field.partition("|")[2]
-            raise ArchiveError(f"archive: the namespace {deleted} was deleted since it was made")
-    return raw
+    field = epoch_field(model or ANY_MODEL, namespace)
+    time_ms = client.eval(_DELETE, 1, EPOCHS, field, str(epoch or time.time_ns() // 1_000_000))
+    client.xadd(DELETIONS, {"field": field, "time_ms": time_ms}, maxlen=MAX_DELETIONS, approximate=True)
+    for found in [model] if model else [name.decode() for name in client.zrange(MODELS, 0, -1)]:
+        _delete_text(client, ModelKeys(found), namespace)
 
 
-def _split(raw: bytes) -> tuple[Mapping[str, Any], bytes]:
-    begin = len(MAGIC) + _LENGTH.size
-    try:
-        end = begin + _LENGTH.unpack_from(raw, len(MAGIC))[0]
-        header = json.loads(raw[begin:end])
-        is_whole = isinstance(header["namespace"], str) and all(
-            isinstance(count, int) for count in header["epochs"].values()
-        )
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
-        is_whole = False
-    if not is_whole:
-        raise ArchiveError("archive: its header was cut or changed")
-    return header, raw[end:]
+def _delete_text(client: Client, keys: ModelKeys, namespace: str) -> None:
+    inside = [name.decode() for name in client.zrange(keys.registry, 0, -1)]
+    inside = [name for name in inside if name == namespace or name.startswith(f"{namespace}/")]
+    for name in {*inside, namespace}:
+        for key in (keys.log(name), keys.snapshot(name), keys.lease(name)):  # parts of snapshots, found by none, expire
+            client.delete(key)
+    if inside:
+        client.zrem(keys.registry, *inside)
 
 
-def _concerns(field: str, namespace: str, model: str) -> bool:
-    of_model, _, deleted = field.partition("|")
-    inner, outer = (namespace, deleted) if len(namespace) >= len(deleted) else (deleted, namespace)
-    return of_model in (ANY_MODEL, model) and (inner == outer or inner.startswith(f"{outer}/"))
+def note_use(client: Client, keys: ModelKeys, namespaces: Mapping[str, float], ttl_s: float) -> None:
+    """Tell that namespaces are in use, and forget those that were not for `ttl_s` seconds.
+
+    Args:
+        client: of the model's engine.
+        keys: of the model.
+        namespaces: seconds since each was used.
+        ttl_s: life of what nobody uses.
+    """
+    now_ms = time.time() * 1000
+    uses = {name: now_ms - age_s * 1000 for name, age_s in namespaces.items()}
+    if uses:
+        client.zadd(keys.registry, uses, gt=True)
+        client.zadd(MODELS, {keys.model: now_ms})
+    oldest = now_ms - ttl_s * 1000
+    client.zremrangebyscore(keys.registry, "-inf", oldest)
+    client.zremrangebyscore(MODELS, "-inf", oldest)
+    client.expire(keys.registry, int(ttl_s) + 1)

@@ -55,7 +55,6 @@ class Tally:
         """Tokens that went or came since the last snapshot, by namespace."""
         self.skipped: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.dropped_tokens = 0
         self.snapshots = 0
         self.delay_s = 0.0
 
@@ -89,11 +88,6 @@ class Tally:
             self.fresh[namespace] -= num_tokens
             if self.fresh[namespace] <= 0:
                 del self.fresh[namespace]
-
-    def drop(self, num_tokens: int) -> None:
-        """Tokens were not published."""
-        with self._lock:
-            self.dropped_tokens += num_tokens
 
 
 def sum_figures(all_figures: Iterable[StoreFigures]) -> StoreFigures | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from agentspec.sidecar.engine import ArchiveError, Engine
+from agentspec.sidecar.epochs import Epochs
+from agentspec.sidecar.shared_blocks import Arrivals, SharedBlocks
 from agentspec.sidecar.store.codec import Codec, Entry, EntryError
 from agentspec.sidecar.store.connection import BLOCK_MS, Client
-from agentspec.sidecar.store.epochs import Epochs
+from agentspec.sidecar.store.deletion import sync
 from agentspec.sidecar.store.figures import Tally
 from agentspec.sidecar.store.keys import DELETIONS, ModelKeys
 
@@ -32,11 +34,13 @@ class Followed:
     Attributes:
         position: id of the last entry.
         used_at: seconds, monotonic.
+        is_caught_up: whether what was written before it was followed has been read.
         sequences: last one of each origin.
     """
 
     position: str
     used_at: float
+    is_caught_up: bool = False
     sequences: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     def is_new(self, entry: Entry) -> bool:
@@ -55,25 +59,28 @@ class Follower:
 
     Args:
         engine: gets the blocks.
-        origin: number of the engine; what it wrote is passed over.
+        published: what this process publishes; it is passed over.
         keys: of its model.
         codec: reads the bytes.
         epochs: of its namespaces.
         tally: counts.
+        on_blocks: told of what came after the namespace was caught up with.
     """
 
     def __init__(
         self,
         engine: Engine,
         *,
-        origin: int,
+        published: Arrivals,
         keys: ModelKeys,
         codec: Codec,
         epochs: Epochs,
         tally: Tally,
+        on_blocks: Callable[[SharedBlocks], None] | None = None,
     ) -> None:
         self._engine = engine
-        self._origin = origin
+        self._published = published
+        self._on_blocks = on_blocks
         self._keys = keys
         self._codec = codec
         self._epochs = epochs
@@ -120,7 +127,7 @@ class Follower:
 
     def begin(self, client: Client) -> None:
         """Learn what was deleted meanwhile."""
-        self._epochs.sync(client)
+        sync(self._epochs, client)
         self._checked_at = 0.0
 
     def read(self, client: Client) -> None:
@@ -136,9 +143,25 @@ class Follower:
             positions = {key: self._followed[name].position for key, name in self._by_key.items()}
         if not positions:
             return time.sleep(BLOCK_MS / 4000)
+        unread = set(positions)
         for key, entries in _read(client, positions, BLOCK_MS):
             self._take(client, key, entries)
+            if len(entries) == ENTRIES_AT_ONCE:
+                unread.discard(key)
+        self._note_caught_up(unread)
         return None
+
+    def _note_caught_up(self, keys: Iterable[str]) -> None:
+        with self._lock:
+            for key in keys:
+                if (namespace := self._by_key.get(key)) is not None:
+                    self._followed[namespace].is_caught_up = True
+
+    def is_caught_up(self, namespace: str) -> bool:
+        """Whether a namespace is followed, and what was written before has been read."""
+        with self._lock:
+            followed = self._followed.get(namespace)
+            return followed is not None and followed.is_caught_up
 
     def _take(self, client: Client, key: str, entries: Iterable[_Entry]) -> None:
         with self._lock:
@@ -162,12 +185,12 @@ class Follower:
             entry = self._codec.decode(raw, self._keys.log(namespace))
         except EntryError as error:
             return self._skip(error.fault)
-        if entry.origin == self._origin:
+        if self._published.covers(entry.origin, entry.sequence):
             return "own"
         if not followed.is_new(entry):
             return self._skip("duplicate")
         if entry.epoch > self._epochs.of(namespace):
-            self._epochs.sync(client)
+            sync(self._epochs, client)
         with self._epochs.lock:
             if entry.epoch < self._epochs.of(namespace):
                 return self._skip("stale")
@@ -176,6 +199,10 @@ class Follower:
             except ArchiveError:
                 return self._skip("corrupt")
         self._tally.count("received", namespace, num_tokens, len(raw))
+        if self._on_blocks is not None and followed.is_caught_up:
+            self._on_blocks(
+                SharedBlocks(namespace, entry.origin, entry.sequence, entry.epoch, num_tokens, entry.blocks)
+            )
         return ""
 
     def _skip(self, reason: str) -> str:
@@ -184,7 +211,7 @@ class Follower:
 
     def _check_positions(self, client: Client) -> None:
         """Start a stream again whose end lies before our position: a failover has lost its tail."""
-        self._epochs.sync(client)
+        sync(self._epochs, client)
         with self._lock:
             keys = [*self._by_key.items()]
         pipeline = client.pipeline(transaction=False)
@@ -213,7 +240,7 @@ class DeletionWatcher:
         """Learn what was deleted meanwhile."""
         last = client.xrevrange(DELETIONS, count=1)
         self._position = last[0][0].decode() if last else START
-        self._epochs.sync(client)
+        sync(self._epochs, client)
 
     def read(self, client: Client) -> None:
         """Wait a moment for the next deletion.
@@ -223,7 +250,7 @@ class DeletionWatcher:
         """
         for _, entries in _read(client, {DELETIONS: self._position}, BLOCK_MS):
             self._position = [*entries][-1][0].decode()
-            self._epochs.sync(client)
+            sync(self._epochs, client)
 
 
 def _read(client: Client, positions: dict[str, str], block_ms: int) -> list[tuple[str, list[_Entry]]]:

@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from agentspec.sidecar.engine import Engine
+from agentspec.sidecar.epochs import Epochs
 from agentspec.sidecar.store.connection import Client
-from agentspec.sidecar.store.epochs import Epochs, note_use
+from agentspec.sidecar.store.deletion import note_use, sync
 from agentspec.sidecar.store.figures import Tally
 from agentspec.sidecar.store.follower import START, Follower
 from agentspec.sidecar.store.keys import ModelKeys
@@ -85,13 +86,17 @@ class Keeper:
         for namespace in namespaces:
             self._used.put(namespace)
 
+    def is_caught_up(self, namespace: str) -> bool:
+        """Whether all is here that others have written to a namespace."""
+        return self._follower_of(namespace).is_caught_up(namespace)
+
     def begin(self, client: Client) -> None:
         """Learn what was deleted meanwhile; at the first time, bring in what was written before.
 
         Raises:
             redis.RedisError: Redis can't be asked; to be called again.
         """
-        self._epochs.sync(client)
+        sync(self._epochs, client)
         if not self.is_complete:
             found = client.zrevrange(self._keys.registry, 0, 4 * MAX_WARM_NAMESPACES)
             names = [name.decode(errors="replace") for name in found]

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 SCHEMA = "as1"
 NUM_SHARDS = 8
 EPOCHS = f"{SCHEMA}:epochs"
-"""Hash: how often a namespace was deleted, by `epoch_field`."""
+"""Hash: when a namespace was deleted, ms since 1970, by `epoch_field`."""
 DELETIONS = f"{SCHEMA}:deletions"
 """Stream: one entry a deletion, so that followers look at the epochs at once."""
 MODELS = f"{SCHEMA}:models"
 """Sorted set: models by last use, ms."""
-ANY_MODEL = "*"
 
 
 def vocabulary_digest(token_lengths: NDArray[np.uint32], token_bytes: bytes) -> bytes:
@@ -32,11 +31,6 @@ def model_id(fingerprint: str, digest: bytes) -> str:
         digest: of its vocabulary: nobody reads the tokens of another one by the choice of a name.
     """
     return hashlib.sha256(fingerprint.encode() + digest).hexdigest()[:16]
-
-
-def epoch_field(model: str, namespace: str) -> str:
-    """Field of `EPOCHS`; `model` may be `ANY_MODEL`."""
-    return f"{model}|{namespace}"
 
 
 class ModelKeys:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agentspec.sidecar.engine import ArchiveError, Engine
+from agentspec.sidecar.epochs import Epochs
 from agentspec.sidecar.store.codec import Codec, Entry, EntryError
 from agentspec.sidecar.store.connection import Client
-from agentspec.sidecar.store.epochs import Epochs
+from agentspec.sidecar.store.deletion import sync
 from agentspec.sidecar.store.figures import Tally
 from agentspec.sidecar.store.keys import ModelKeys
 
@@ -97,7 +98,7 @@ class Snapshots:
             self._tally.skip("schema")
             return None
         if snapshot.epoch > self._epochs.of(namespace):
-            self._epochs.sync(client)
+            sync(self._epochs, client)
         if snapshot.epoch < self._epochs.of(namespace):
             self._tally.skip("stale")
             return None
@@ -161,7 +162,7 @@ class Snapshots:
             key = self._keys.part(namespace, snapshot.generation, number)
             raw = self._codec.encode(Entry(self._origin, number, epoch, num_tokens // num_parts, archive), key)
             client.set(key, raw, px=int(self._ttl_s * 1000) + 1)
-        self._epochs.sync(client)
+        sync(self._epochs, client)
         if self._epochs.of(namespace) != epoch:
             self._expire(client, namespace, snapshot)
             return None

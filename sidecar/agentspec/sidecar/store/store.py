@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from agentspec.sidecar.block_feed import BlockFeed
 from agentspec.sidecar.engine import Engine
+from agentspec.sidecar.shared_blocks import Arrivals, BlockQueue, SharedBlocks
 from agentspec.sidecar.store.codec import Codec
-from agentspec.sidecar.store.connection import connect
-from agentspec.sidecar.store.deletion import seal, unseal
-from agentspec.sidecar.store.epochs import Epochs
+from agentspec.sidecar.store.connection import FAILURES, connect
 from agentspec.sidecar.store.figures import StoreFigures, Tally
 from agentspec.sidecar.store.follower import DeletionWatcher, Follower
 from agentspec.sidecar.store.keeper import Keeper
@@ -19,11 +18,12 @@ from agentspec.sidecar.store.keys import NUM_SHARDS, ModelKeys
 from agentspec.sidecar.store.options import RedisOptions, read_key
 from agentspec.sidecar.store.publisher import Publisher
 from agentspec.sidecar.store.snapshots import Snapshots
-from agentspec.sidecar.store.worker import Worker
+from agentspec.sidecar.worker import Worker
 
 MAX_WAITING_TOKENS = 2_000_000
-"""Written and not yet published, while Redis is away; of more the oldest are dropped."""
+"""Taken and not yet published, while Redis is away; of more the oldest are dropped."""
 STOP_TIMEOUT_S = 2.0
+CATCH_UP_S = 2.0
 
 
 class HistoryStore:
@@ -31,71 +31,77 @@ class HistoryStore:
 
     Args:
         engine: whose histories they are; it may draft meanwhile, it locks itself.
-        model: see `model_id`.
+        feed: of that engine, with its epochs; whoever made it starts it after the store and ends it before.
         options: with a URL.
         roots: namespaces that the engine may serve, each with those within it.
         ttl_s: life of a namespace in Redis that nobody uses.
+        on_blocks: told of what others write, but for what they had written before; must neither block nor raise.
     """
 
     def __init__(
-        self, engine: Engine, model: str, options: RedisOptions, *, roots: Sequence[str], ttl_s: float
+        self,
+        engine: Engine,
+        feed: BlockFeed,
+        options: RedisOptions,
+        *,
+        roots: Sequence[str],
+        ttl_s: float,
+        on_blocks: Callable[[SharedBlocks], None] | None = None,
     ) -> None:
         address = options.redis_address()
         if address is None:
             raise ValueError("redis: expected a URL")
-        self.model = model
-        self._engine = engine
         self._tally = Tally()
-        self.epochs = Epochs(model, engine.delete_namespace)
+        self._queue = BlockQueue(MAX_WAITING_TOKENS)
+        self._published = Arrivals()
+        self._feed = feed
+        epochs, model = feed.epochs, feed.epochs.model
         keys = ModelKeys(model)
         codec = Codec(read_key(options.redis_key_file) if options.redis_key_file is not None else None)
-        origin = secrets.randbits(64)
         self.followers = [
             Follower(
                 engine,
-                origin=origin,
+                published=self._published,
                 keys=keys,
                 codec=codec,
-                epochs=self.epochs,
+                epochs=epochs,
                 tally=self._tally,
+                on_blocks=on_blocks,
             )
             for _ in range(NUM_SHARDS if address.kind == "cluster" else 1)
         ]
         snapshots = Snapshots(
-            engine, origin=origin, keys=keys, codec=codec, epochs=self.epochs, tally=self._tally, ttl_s=ttl_s
+            engine, origin=feed.origin, keys=keys, codec=codec, epochs=epochs, tally=self._tally, ttl_s=ttl_s
         )
         self._keeper = Keeper(
             engine,
             keys=keys,
-            epochs=self.epochs,
+            epochs=epochs,
             snapshots=snapshots,
             followers=self.followers,
             tally=self._tally,
             roots=roots,
             ttl_s=ttl_s,
         )
-        publisher = Publisher(
-            engine,
-            origin=origin,
-            keys=keys,
-            codec=codec,
-            epochs=self.epochs,
-            tally=self._tally,
-            ttl_s=ttl_s,
-            on_use=self._keeper.use,
+        publisher = Publisher(self._queue, keys=keys, codec=codec, epochs=epochs, tally=self._tally, ttl_s=ttl_s)
+        watcher = DeletionWatcher(epochs)
+        worker = partial(
+            Worker,
+            peer="Redis",
+            connect=partial(connect, options, address),
+            failures=FAILURES,
+            on_failure=self._tally.fail,
         )
-        watcher = DeletionWatcher(self.epochs)
-        worker = partial(Worker, connect=partial(connect, options, address), tally=self._tally)
         self._workers = [
             worker("agentspec-publish", begin=publisher.begin, work=publisher.publish, end=publisher.flush),
             worker("agentspec-keep", begin=self._keeper.begin, work=self._keeper.keep),
             worker("agentspec-deletions", begin=watcher.begin, work=watcher.read),
             *(worker("agentspec-follow", begin=one.begin, work=one.read) for one in self.followers),
         ]
+        feed.subscribe(self.put, self.use)
 
     def start(self) -> None:
         """Begin to share; returns at once, also when Redis is away."""
-        self._engine.share_blocks(MAX_WAITING_TOKENS)
         for worker in self._workers:
             worker.start()
 
@@ -106,19 +112,25 @@ class HistoryStore:
         end = time.monotonic() + STOP_TIMEOUT_S
         for worker in self._workers:
             worker.join(max(0.0, end - time.monotonic()))
-        self._engine.share_blocks(0)
 
-    def seal(self, archive: bytes, namespace: str) -> bytes:
-        """An exported archive that will not bring back what is deleted later."""
-        return seal(archive, namespace, self.model, self.epochs.known())
+    def put(self, blocks: SharedBlocks) -> None:
+        """Publish blocks, of this engine or of another one that leaves it to this process."""
+        self._published.add(blocks.origin, blocks.sequence)
+        self._queue.put(blocks)
 
-    def unseal(self, raw: bytes, namespace: str) -> bytes:
-        """The archive to import into a namespace.
+    def use(self, namespaces: Sequence[str]) -> None:
+        """Note that requests use namespaces; they will be followed."""
+        self._keeper.use(namespaces)
 
-        Raises:
-            ArchiveError: something of it was deleted since it was made.
-        """
-        return unseal(raw, namespace, self.model, self.epochs.known())
+    def catch_up(self, namespace: str, timeout_s: float = CATCH_UP_S) -> bool:
+        """Note the use of a namespace, and wait until what others wrote there before is here; returns whether it is."""
+        end = time.monotonic() + timeout_s
+        self.use([namespace])
+        while not self._keeper.is_caught_up(namespace):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        return True
 
     def note_import(self, namespace: str, num_tokens: int) -> None:
         """Note text that only a snapshot will take to engines that start later."""
@@ -141,7 +153,7 @@ class HistoryStore:
             num_bytes=dict(tally.bytes),
             num_skipped=dict(tally.skipped),
             num_failures=dict(tally.failures),
-            num_dropped_tokens=tally.dropped_tokens + self._engine.num_unshared_tokens(),
+            num_dropped_tokens=self._queue.num_dropped_tokens + self._feed.num_dropped_tokens,
             num_snapshots=tally.snapshots,
             delay_s=tally.delay_s,
         )

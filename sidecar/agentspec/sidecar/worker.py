@@ -1,4 +1,4 @@
-"""A thread that talks to Redis as long as the process lives, whatever Redis does."""
+"""A thread that talks to a peer as long as the process lives, whatever the peer does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable
-
-from agentspec.sidecar.store.connection import FAILURES, Client
-from agentspec.sidecar.store.figures import Tally
+from typing import Generic, Protocol, TypeVar
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
 logger = logging.getLogger("vllm.agentspec")
@@ -18,15 +16,28 @@ LAST_PAUSE_S = 5.0
 MAX_REASON = 200
 
 
-class Worker:
+class Closable(Protocol):
+    """A connection."""
+
+    def close(self) -> object:
+        """Let go of it."""
+        ...
+
+
+_Client = TypeVar("_Client", bound=Closable)
+
+
+class Worker(Generic[_Client]):
     """Calls a round of work again and again; after a failure it lets go of the connection and backs off with jitter.
 
     Args:
         name: of the thread.
+        peer: what it talks to, for the log.
         connect: makes a client.
         begin: called with each new client, before the first round.
         work: one round; returns soon when there is nothing to do.
-        tally: counts failures.
+        failures: errors that a peer is known to cause; others are logged with their place.
+        on_failure: told of each.
         end: called once after the last round, if a client is at hand.
     """
 
@@ -34,17 +45,21 @@ class Worker:
         self,
         name: str,
         *,
-        connect: Callable[[], Client],
-        begin: Callable[[Client], None],
-        work: Callable[[Client], None],
-        tally: Tally,
-        end: Callable[[Client], None] | None = None,
+        peer: str,
+        connect: Callable[[], _Client],
+        begin: Callable[[_Client], None],
+        work: Callable[[_Client], None],
+        failures: tuple[type[Exception], ...],
+        on_failure: Callable[[Exception], None],
+        end: Callable[[_Client], None] | None = None,
     ) -> None:
+        self._peer = peer
         self._connect = connect
         self._begin = begin
         self._work = work
         self._end = end
-        self._tally = tally
+        self._failures = failures
+        self._on_failure = on_failure
         self._stop = threading.Event()
         self.is_connected = False
         self._has_told = False
@@ -63,10 +78,6 @@ class Worker:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
-    def pause(self, seconds: float) -> None:
-        """Wait within a round; ends with `stop`."""
-        self._stop.wait(seconds)
-
     @property
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""
@@ -77,9 +88,9 @@ class Worker:
         while not self._stop.is_set():
             try:
                 self._serve()
-            except FAILURES as error:
+            except self._failures as error:
                 self._fail(error)
-            except Exception as error:  # the boundary: whatever it is, drafts go on without Redis
+            except Exception as error:  # the boundary: whatever it is, drafts go on without the peer
                 self._fail(error)
                 logger.exception("agentspec: sharing histories failed; it is tried again")
             if self.is_connected:
@@ -93,7 +104,7 @@ class Worker:
         try:
             self._begin(client)
             if self._has_told:
-                logger.warning("agentspec: %s reaches Redis again", self._thread.name)
+                logger.warning("agentspec: %s reaches %s again", self._thread.name, self._peer)
             self.is_connected, self._has_told = True, False
             while not self._stop.is_set():
                 self._work(client)
@@ -103,10 +114,14 @@ class Worker:
             client.close()
 
     def _fail(self, error: Exception) -> None:
-        self._tally.fail(error)
+        if self._stop.is_set():
+            return
+        self._on_failure(error)
         if not self._has_told:
             self._has_told = True
-            logger.warning("agentspec: %s can't reach Redis: %s; drafts go on", self._thread.name, _reason(error))
+            logger.warning(
+                "agentspec: %s can't reach %s: %s; drafts go on", self._thread.name, self._peer, _reason(error)
+            )
 
 
 def _reason(error: Exception) -> str:
