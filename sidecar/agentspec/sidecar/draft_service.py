@@ -14,11 +14,11 @@ from agentspec.draft.v1 import draft_pb2
 from agentspec.sidecar.callers import Caller
 from agentspec.sidecar.refusal import RefusalError, exhausted, invalid
 from agentspec.sidecar.rpc import Calls, Context, parse
-from agentspec.sidecar.served_model import Client, ServedModel, check_batch
+from agentspec.sidecar.served_model import Client, ServedModel
 from agentspec.sidecar.served_models import ServedModels, VocabularyParts
 from agentspec.sidecar.server_options import ServerOptions, package_version
 from agentspec.sidecar.tracing import Tracing
-from agentspec.sidecar.wire import write_drafts
+from agentspec.sidecar.wire import check_batch, write_drafts
 
 MAX_TRACEPARENT_BYTES = 128
 # Prompts of more bytes than that are opened on a thread: it takes a millisecond, and steps of others go on.

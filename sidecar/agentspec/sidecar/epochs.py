@@ -11,6 +11,11 @@ MAX_AHEAD_MS = 86_400_000
 """A deletion later than by a day is a mistake, and would refuse all text until then."""
 
 
+def now_ms() -> int:
+    """The clock of epochs: ms since 1970."""
+    return time.time_ns() // 1_000_000
+
+
 def epoch_field(model: str, namespace: str) -> str:
     """What a deletion is called by; `model` may be `ANY_MODEL`."""
     return f"{model}|{namespace}"
@@ -62,7 +67,7 @@ class Epochs:
 
     def next(self, namespace: str) -> int:
         """The epoch that a deletion at this moment begins."""
-        return max(time.time_ns() // 1_000_000, self.of(namespace) + 1)
+        return max(now_ms(), self.of(namespace) + 1)
 
     def known(self) -> dict[str, int]:
         """All of them, by `epoch_field`."""

@@ -16,13 +16,13 @@ from agentspec.sidecar.epochs import ANY_MODEL, epoch_field
 from agentspec.sidecar.following import Following
 from agentspec.sidecar.refusal import RefusalError, exhausted, invalid
 from agentspec.sidecar.rpc import Calls, Context, parse
-from agentspec.sidecar.served_model import ServedModel, check_batch
+from agentspec.sidecar.served_model import ServedModel
 from agentspec.sidecar.served_models import ServedModels, check_fingerprint
 from agentspec.sidecar.server_options import ServerOptions
 from agentspec.sidecar.shared_messages import read_following
 from agentspec.sidecar.store.connection import FAILURES
 from agentspec.sidecar.store.deletion import delete_shared
-from agentspec.sidecar.wire import check_name
+from agentspec.sidecar.wire import check_batch, check_name
 
 PART_BYTES = 1 << 20
 PART_S = 30
@@ -108,14 +108,14 @@ class HistoryService:
         check_name(request.namespace, "namespace", can_be_empty=False)
         namespace = caller.namespace(request.namespace)
         models = self._named(request.model_fingerprint)
-        model = models[0].sharing.epochs.model if request.model_fingerprint else ANY_MODEL
-        epoch = max((found.sharing.epochs.next(namespace) for found in models), default=0)
+        of_model = models[0].sharing.epochs.model if request.model_fingerprint else None
+        epoch = max((model.sharing.epochs.next(namespace) for model in models), default=0)
+        times = {epoch_field(of_model or ANY_MODEL, namespace): epoch}
         num_tokens = 0
-        for found in models:
-            times = {epoch_field(model, namespace): epoch}
-            num_tokens += await asyncio.to_thread(found.sharing.epochs.raise_to, times)
+        for model in models:
+            num_tokens += await asyncio.to_thread(model.sharing.epochs.raise_to, times)
         if self._options.redis is not None:
-            await self._delete_shared(namespace, model, epoch)
+            await self._delete_shared(namespace, of_model, epoch)
         return history_pb2.DeleteNamespaceResponse(num_tokens=num_tokens)
 
     async def export_history(self, request: history_pb2.ExportHistoryRequest, context: Context, caller: Caller) -> None:
@@ -156,15 +156,14 @@ class HistoryService:
                 raise invalid("archive_part", str(error)) from None
         return history_pb2.ImportHistoryResponse(num_tokens=num_tokens)
 
-    async def _delete_shared(self, namespace: str, model: str, epoch: int) -> None:
+    async def _delete_shared(self, namespace: str, model: str | None, epoch: int) -> None:
         """Delete what is in Redis and on every other server.
 
         Raises:
             RefusalError: Redis can't be asked.
         """
         try:
-            which = None if model == ANY_MODEL else model
-            await asyncio.to_thread(delete_shared, self._options, namespace, which, epoch=epoch)
+            await asyncio.to_thread(delete_shared, self._options, namespace, model, epoch=epoch)
         except FAILURES as error:
             reason = f"forgotten here, but Redis does not answer ({type(error).__name__}): ask again"
             raise RefusalError(grpc.StatusCode.UNAVAILABLE, "", reason) from None

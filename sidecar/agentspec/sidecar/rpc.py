@@ -146,8 +146,7 @@ class Calls:
                 )
             return answer.SerializeToString()
 
-        with self._tracing.call(path, _metadata(context)):
-            return await self._guard(call(), context)
+        return await self._traced(path, call(), context)
 
     async def _send(
         self, path: str, handler: DownloadHandler, request_class: type[Message], raw: bytes, context: Context
@@ -157,9 +156,7 @@ class Calls:
 
         if path in ENDLESS:
             self._note_stream()
-            return await self._guard(call(), context)
-        with self._tracing.call(path, _metadata(context)):
-            return await self._guard(call(), context)
+        return await self._traced(path, call(), context)
 
     def _note_stream(self) -> None:
         """`drain` ends the call at hand."""
@@ -174,10 +171,14 @@ class Calls:
             return None if answer is None else answer.SerializeToString()
 
         self._note_stream()
+        return await self._traced(path, call(), context)
+
+    async def _traced(self, path: str, call: Awaitable[_Value], context: Context) -> _Value:
+        """Answer a call within a span of its own, if it is one that ends by itself."""
         if path in ENDLESS:
-            return await self._guard(call(), context)
+            return await self._guard(call, context)
         with self._tracing.call(path, _metadata(context)):
-            return await self._guard(call(), context)
+            return await self._guard(call, context)
 
     async def _guard(self, call: Awaitable[_Value], context: Context) -> _Value:
         try:

@@ -31,7 +31,6 @@ from agentspec.sidecar.wire import (
     refusal_of,
 )
 
-MAX_BATCH = 1024
 MAX_BLOCK_TOKENS = 65536
 MAX_GRAMMAR_BYTES = 4096
 NO_TOKENS = np.empty(0, np.int32)
@@ -346,13 +345,3 @@ class ServedModel:
             self._grammars.register(namespace, grammar_id, grammar_json)
         except GrammarError as error:
             raise invalid("grammar_json", str(error)) from None
-
-
-def check_batch(count: int, name: str) -> None:
-    """Check how many closes or opens one message brings.
-
-    Raises:
-        RefusalError: more than 1024.
-    """
-    if count > MAX_BATCH:
-        raise exhausted(name, f"expected at most {MAX_BATCH}, got {count}")

@@ -82,9 +82,14 @@ class BlockQueue:
 
 
 class Arrivals:
-    """Which blocks have come to this process from the engines that wrote them. May be used by any thread."""
+    """Which blocks have come to this process from the engines that wrote them. May be used by any thread.
 
-    def __init__(self) -> None:
+    Args:
+        max_origins: engines that are remembered; of more the one that was heard of least lately is forgotten.
+    """
+
+    def __init__(self, max_origins: int = MAX_ORIGINS) -> None:
+        self._max_origins = max_origins
         self._lock = threading.Lock()
         self._seen: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by origin: first and last sequence
 
@@ -96,7 +101,7 @@ class Arrivals:
                 return False
             self._seen[origin] = first, sequence
             self._seen.move_to_end(origin)
-            if len(self._seen) > MAX_ORIGINS:
+            if len(self._seen) > self._max_origins:
                 self._seen.popitem(last=False)
             return True
 

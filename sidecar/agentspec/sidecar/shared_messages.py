@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agentspec.draft.v1 import history_pb2
 from agentspec.sidecar.callers import Caller
-from agentspec.sidecar.epochs import MAX_AHEAD_MS
-from agentspec.sidecar.refusal import RefusalError, exhausted, invalid
+from agentspec.sidecar.epochs import MAX_AHEAD_MS, now_ms
+from agentspec.sidecar.refusal import RefusalError, invalid
 from agentspec.sidecar.shared_blocks import SharedBlocks
-from agentspec.sidecar.wire import check_name
+from agentspec.sidecar.wire import check_batch, check_name
 
 MAX_NAMESPACES = 4096
 MAX_DELETIONS = 4096
@@ -82,8 +81,10 @@ def read_following(request: history_pb2.FollowBlocksRequest, caller: Caller) -> 
     Raises:
         RefusalError: a foreign namespace, or a field out of its bound.
     """
-    _check_count(len(request.namespaces), "namespaces", MAX_NAMESPACES, least=1)
-    _check_count(len(request.deletions), "deletions", MAX_DELETIONS)
+    check_batch(len(request.namespaces), "namespaces", MAX_NAMESPACES)
+    check_batch(len(request.deletions), "deletions", MAX_DELETIONS)
+    if not request.namespaces:
+        raise invalid("namespaces", "expected at least 1, got 0")
     for index, namespace in enumerate(request.namespaces):
         _check_namespace(namespace, caller, f"namespaces[{index}]")
     for index, deletion in enumerate(request.deletions):
@@ -107,12 +108,5 @@ def _check_namespace(namespace: str, caller: Caller, field: str = "namespace") -
 
 
 def _check_epoch(epoch: int) -> None:
-    if epoch > time.time_ns() // 1_000_000 + MAX_AHEAD_MS:
+    if epoch > now_ms() + MAX_AHEAD_MS:
         raise invalid("epoch", "expected at most a day from now, in ms since 1970")
-
-
-def _check_count(count: int, field: str, most: int, least: int = 0) -> None:
-    if count > most:
-        raise exhausted(field, f"expected at most {most}, got {count}")
-    if count < least:
-        raise invalid(field, f"expected at least {least}, got {count}")

@@ -17,6 +17,7 @@ from agentspec.sidecar.tags import MAX_NAME_BYTES, MAX_TAGS_BYTES, TAGS_KEY, Tag
 HANDLE_BITS = 40
 MAX_HANDLE = (1 << HANDLE_BITS) - 1
 MAX_ROWS = 4096
+MAX_BATCH = 1024
 MAX_COUNT = (1 << 31) - 1  # of the engine's 32-bit counts
 
 # Where the engine's own words for an argument differ from the contract's.
@@ -199,3 +200,13 @@ def refusal_of(error: ValueError, first_handle: int, fields: Mapping[str, str] =
     if not reason or not name.isidentifier():
         return invalid("", text)
     return invalid(f"{fields.get(name, name)}{bracket}{index}", reason)
+
+
+def check_batch(count: int, name: str, most: int = MAX_BATCH) -> None:
+    """Check how many of a kind one message brings.
+
+    Raises:
+        RefusalError: too many.
+    """
+    if count > most:
+        raise exhausted(name, f"expected at most {most}, got {count}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from agentspec.sidecar.epochs import ANY_MODEL, Epochs, epoch_field
+from agentspec.sidecar.epochs import ANY_MODEL, Epochs, epoch_field, now_ms
 from agentspec.sidecar.store.connection import Client, connect
 from agentspec.sidecar.store.keys import DELETIONS, EPOCHS, MODELS, ModelKeys
 from agentspec.sidecar.store.options import RedisOptions
@@ -94,7 +94,7 @@ def delete_in_redis(client: Client, namespace: str, model: str | None = None, *,
         redis.RedisError: Redis can't be asked; to be called again.
     """
     field = epoch_field(model or ANY_MODEL, namespace)
-    time_ms = client.eval(_DELETE, 1, EPOCHS, field, str(epoch or time.time_ns() // 1_000_000))
+    time_ms = client.eval(_DELETE, 1, EPOCHS, field, str(epoch or now_ms()))
     client.xadd(DELETIONS, {"field": field, "time_ms": time_ms}, maxlen=MAX_DELETIONS, approximate=True)
     for found in [model] if model else [name.decode() for name in client.zrange(MODELS, 0, -1)]:
         _delete_text(client, ModelKeys(found), namespace)
@@ -119,12 +119,12 @@ def note_use(client: Client, keys: ModelKeys, namespaces: Mapping[str, float], t
         namespaces: seconds since each was used.
         ttl_s: life of what nobody uses.
     """
-    now_ms = time.time() * 1000
-    uses = {name: now_ms - age_s * 1000 for name, age_s in namespaces.items()}
+    now = time.time() * 1000
+    uses = {name: now - age_s * 1000 for name, age_s in namespaces.items()}
     if uses:
         client.zadd(keys.registry, uses, gt=True)
-        client.zadd(MODELS, {keys.model: now_ms})
-    oldest = now_ms - ttl_s * 1000
+        client.zadd(MODELS, {keys.model: now})
+    oldest = now - ttl_s * 1000
     client.zremrangebyscore(keys.registry, "-inf", oldest)
     client.zremrangebyscore(MODELS, "-inf", oldest)
     client.expire(keys.registry, int(ttl_s) + 1)

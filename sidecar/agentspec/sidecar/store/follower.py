@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from agentspec.sidecar.engine import ArchiveError, Engine
 from agentspec.sidecar.epochs import Epochs
 from agentspec.sidecar.shared_blocks import Arrivals, SharedBlocks
-from agentspec.sidecar.store.codec import Codec, Entry, EntryError
+from agentspec.sidecar.store.codec import Codec, EntryError
 from agentspec.sidecar.store.connection import BLOCK_MS, Client
 from agentspec.sidecar.store.deletion import sync
 from agentspec.sidecar.store.figures import Tally
@@ -35,23 +35,13 @@ class Followed:
         position: id of the last entry.
         used_at: seconds, monotonic.
         is_caught_up: whether what was written before it was followed has been read.
-        sequences: last one of each origin.
+        arrivals: entries that have come.
     """
 
     position: str
     used_at: float
     is_caught_up: bool = False
-    sequences: OrderedDict[int, int] = field(default_factory=OrderedDict)
-
-    def is_new(self, entry: Entry) -> bool:
-        """Whether an entry has not come before; from now on it has."""
-        if entry.sequence <= self.sequences.get(entry.origin, -1):
-            return False
-        self.sequences[entry.origin] = entry.sequence
-        self.sequences.move_to_end(entry.origin)
-        if len(self.sequences) > MAX_ORIGINS:
-            self.sequences.popitem(last=False)
-        return True
+    arrivals: Arrivals = field(default_factory=partial(Arrivals, MAX_ORIGINS))
 
 
 class Follower:
@@ -187,7 +177,7 @@ class Follower:
             return self._skip(error.fault)
         if self._published.covers(entry.origin, entry.sequence):
             return "own"
-        if not followed.is_new(entry):
+        if not followed.arrivals.add(entry.origin, entry.sequence):
             return self._skip("duplicate")
         if entry.epoch > self._epochs.of(namespace):
             sync(self._epochs, client)
