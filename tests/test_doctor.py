@@ -143,7 +143,7 @@ def test_model_that_does_not_exist_is_a_failure(require_vllm: None) -> None:
 
 def test_draft_server_that_answers_is_named_with_its_version(tmp_path: Path) -> None:
     with running_sidecar(tmp_path / "draft.sock") as server:
-        finding = check_sidecar(server.socket)
+        finding = check_sidecar(Options(mode="sidecar", socket=server.socket))
 
     assert finding.status == "ok"
     assert "version" in finding.detail
@@ -151,7 +151,7 @@ def test_draft_server_that_answers_is_named_with_its_version(tmp_path: Path) -> 
 
 
 def test_missing_draft_server_is_a_warning_that_says_how_to_start_it(tmp_path: Path) -> None:
-    finding = check_sidecar(tmp_path / "draft.sock")
+    finding = check_sidecar(Options(mode="sidecar", socket=tmp_path / "draft.sock"))
 
     assert finding.status == "warn"
     assert "No such file" in finding.detail
@@ -161,7 +161,7 @@ def test_missing_draft_server_is_a_warning_that_says_how_to_start_it(tmp_path: P
 def test_draft_server_that_hangs_is_found_in_seconds(tmp_path: Path) -> None:
     with running_sidecar(tmp_path / "draft.sock") as server:
         server.process.send_signal(signal.SIGSTOP)
-        finding = check_sidecar(server.socket)
+        finding = check_sidecar(Options(mode="sidecar", socket=server.socket))
 
     assert finding.status == "warn"
     assert "DEADLINE_EXCEEDED" in finding.detail

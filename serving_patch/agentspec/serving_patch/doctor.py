@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from agentspec.sidecar.grammars import preset_name
@@ -50,8 +49,8 @@ def examine(options: Options, model: str = "", environ: Mapping[str, str] = os.e
     """
     yield check_namespace()
     yield check_port(options.metrics_port)
-    if options.mode == "sidecar":
-        yield check_sidecar(options.socket)
+    if options.mode != "embedded":
+        yield check_sidecar(options)
     if options.redis is not None:
         yield check_redis(options)
     yield check_plugin(environ)
@@ -96,11 +95,13 @@ def check_port(port: int) -> Finding:
     return Finding("metrics port", "ok", str(port))
 
 
-def check_sidecar(path: Path) -> Finding:
+def check_sidecar(options: Options) -> Finding:
     """Ask the draft server who it is."""
     from .sidecar_link import Link, LinkError  # noqa: PLC0415  # imports grpc, 0.2 s
 
-    fix = f"start it with `agentspec-sidecar serve --socket {path}`; until then the engine serves without drafts"
+    path = options.socket
+    until = "serves without drafts" if options.mode == "sidecar" else "drafts from its own history alone"
+    fix = f"start it with `agentspec-sidecar serve --socket {path}`; until then the engine {until}"
     try:
         link = Link(path)
     except LinkError as error:

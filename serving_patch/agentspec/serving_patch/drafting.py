@@ -23,6 +23,7 @@ from .model_reader import device_name, read_chat_template, read_grammar, read_vo
 if TYPE_CHECKING:
     from agentspec.sidecar.block_sharing import BlockSharing
 
+    from .history_link import HistoryLink
     from .sidecar_messages import Vocabulary
 
 # vLLM configures only its own logger tree; a line under any other name would not be seen in `vllm serve`.
@@ -61,7 +62,7 @@ class Drafting:
         self._grammar = read_grammar(vllm_config.model_config)
         self._metrics: MetricsExport | None = None
         self._engine: Engine | None = None
-        self._sharing: BlockSharing | None = None
+        self._sharing: BlockSharing | HistoryLink | None = None
         self._budget = self._make_budget()
         self._cost_model_file = CostModelFile(self.options.cost_model_file, _machine(vllm_config))
         self.client = self._connect() if self.options.mode == "sidecar" else self._embed()
@@ -83,7 +84,7 @@ class Drafting:
             "agentspec: hook=%s mode=%s policy=%s K=%d arithmetic_intensity=%.0f deadline_ms=%g namespace=%s "
             "isolation=%s grammar=%s redis=%s metrics_port=%s otlp_endpoint=%s",
             hook,
-            f"sidecar socket={options.socket}" if options.mode == "sidecar" else "embedded",
+            options.mode if options.mode == "embedded" else f"{options.mode} socket={options.socket}",
             options.policy,
             self.max_draft_tokens,
             self._budget.arithmetic_intensity or DEFAULT_INTENSITY,
@@ -116,8 +117,32 @@ class Drafting:
         model = self._config.model_config
         return Vocabulary.of(str(model.model), read_vocabulary(model), read_chat_template(model))
 
-    def _share(self, engine: Engine) -> BlockSharing:
-        """Shares the histories of an engine through Redis, which may come later."""
+    def _share(self, engine: Engine) -> BlockSharing | HistoryLink | None:
+        """Shares the histories of an engine as the options say; the peer may come later."""
+        if self.options.mode == "hybrid":
+            return self._link(engine)
+        return self._share_by_redis(engine) if self.options.redis is not None else None
+
+    def _link(self, engine: Engine) -> HistoryLink:
+        from .history_figures import register_histories  # noqa: PLC0415  # for those who share
+        from .history_link import HistoryLink  # noqa: PLC0415  # imports grpc, 0.2 s
+
+        options = self.options
+        link = HistoryLink(
+            engine,
+            options.socket,
+            self._vocabulary(),
+            namespace=options.namespace,
+            ttl_s=options.ttl_s,
+            # Histories take four times the bytes of their archive: what is larger would not stay.
+            max_archive_bytes=options.history_bytes // 2,
+        )
+        link.start()
+        if self._metrics is not None:
+            register_histories(self._metrics.provider.get_meter(METER_NAME), link.figures)
+        return link
+
+    def _share_by_redis(self, engine: Engine) -> BlockSharing:
         from agentspec.sidecar.block_sharing import BlockSharing  # noqa: PLC0415  # imports redis, 0.2 s
         from agentspec.sidecar.store.keys import model_id, vocabulary_digest  # noqa: PLC0415  # for those who share
 
@@ -125,6 +150,8 @@ class Drafting:
         model = model_id(vocabulary.fingerprint, vocabulary_digest(vocabulary.token_lengths, vocabulary.token_bytes))
         sharing = BlockSharing(engine, model, self.options, roots=[self.options.namespace], ttl_s=self.options.ttl_s)
         sharing.start()
+        if self._metrics is not None and (store := sharing.store) is not None:
+            register_store(self._metrics.provider.get_meter(METER_NAME), store.figures)
         return sharing
 
     def _embed(self) -> DraftClient:
@@ -144,10 +171,7 @@ class Drafting:
         self._engine = engine
         self._cost_model_file.load(engine)
         self._metrics = self._export(partial(export_metrics, engine))
-        if options.redis is not None:
-            self._sharing = self._share(engine)
-            if self._metrics is not None and (store := self._sharing.store) is not None:
-                register_store(self._metrics.provider.get_meter(METER_NAME), store.figures)
+        self._sharing = self._share(engine)
         return GuardedClient(
             EmbeddedClient(engine, grammars=GrammarStore(engine, server_grammars(options)), fallbacks=self.fallbacks),
             vocab_size=self.vocab_size,

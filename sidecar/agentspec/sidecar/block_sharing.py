@@ -81,12 +81,21 @@ class BlockSharing:
         if self.store is not None:
             self.store.use([*namespaces])
 
-    def export(self, namespace: str) -> bytes:
-        """The archive of a namespace, what others wrote there included; it won't bring back what is deleted later."""
+    def export(self, namespace: str, *, without_inner: bool = False) -> bytes:
+        """The archive of a namespace, what others wrote there included; it won't bring back what is deleted later.
+
+        Args:
+            namespace: with those within it.
+            without_inner: but without them.
+        """
         if self.store is not None:
             self.store.catch_up(namespace)
-        archive = self._engine.export_histories(namespace)
-        return seal(archive, namespace, self.epochs.model, self.epochs.known())
+        last_sequences = self.relay.last_sequences(namespace) if without_inner else {}
+        if without_inner:
+            (archive,) = self._engine.export_parts(namespace, 1)
+        else:
+            archive = self._engine.export_histories(namespace)
+        return seal(archive, namespace, self.epochs.model, self.epochs.known(), last_sequences)
 
     def import_archive(self, archive: bytes, namespace: str) -> int:
         """Add an archive of `export`; return the number of its tokens.
@@ -96,7 +105,7 @@ class BlockSharing:
         """
         # Without Redis a deletion is this server's alone, and whoever imports an archive means to have it back.
         known = self.epochs.known() if self.store is not None else {}
-        archive = unseal(archive, namespace, self.epochs.model, known)
+        archive, _ = unseal(archive, namespace, self.epochs.model, known)
         num_tokens = self._engine.import_histories(archive, within=namespace)
         if self.store is not None:
             self.store.note_import(namespace, num_tokens)

@@ -33,7 +33,8 @@ class Following:
         self._boot_id = boot_id
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._reader = Reader(request.namespaces, request.origin, self._wake)
+        self._reader = Reader(request.namespaces, request.new_namespaces, request.origin, self._wake)
+        self._namespaces = request.namespaces | request.new_namespaces
         self._told: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -54,14 +55,14 @@ class Following:
 
     async def messages(self) -> AsyncIterator[history_pb2.FollowBlocksResponse]:
         """What the engine is to be told, without end; the first at once."""
-        self._sharing.use(self._reader.namespaces)
+        self._sharing.use(self._namespaces)
         yield self._message()
         while True:
             try:
                 async with asyncio.timeout(NOTE_USE_S):
                     await self._changed.wait()
             except TimeoutError:
-                self._sharing.use(self._reader.namespaces)
+                self._sharing.use(self._namespaces)
                 continue
             self._changed.clear()
             while (message := self._message()).shared_blocks or message.deletions or message.num_dropped_tokens:
@@ -94,5 +95,5 @@ class Following:
     def _concerns(self, deleted: str) -> bool:
         return any(
             deleted in outer_namespaces(namespace) or deleted.startswith(f"{namespace}/")
-            for namespace in self._reader.namespaces
+            for namespace in self._namespaces
         )

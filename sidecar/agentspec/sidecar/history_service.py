@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from agentspec.draft.v1 import history_pb2
 from agentspec.sidecar.callers import Caller
 from agentspec.sidecar.engine import ArchiveError, BlockStats
-from agentspec.sidecar.epochs import ANY_MODEL, epoch_field
+from agentspec.sidecar.epochs import ANY_MODEL, epoch_field, now_ms
 from agentspec.sidecar.following import Following
 from agentspec.sidecar.refusal import RefusalError, exhausted, invalid
 from agentspec.sidecar.rpc import Calls, Context, parse
@@ -109,8 +109,10 @@ class HistoryService:
         namespace = caller.namespace(request.namespace)
         models = self._named(request.model_fingerprint)
         of_model = models[0].sharing.epochs.model if request.model_fingerprint else None
-        epoch = max((model.sharing.epochs.next(namespace) for model in models), default=0)
+        epoch = max((model.sharing.epochs.next(namespace) for model in models), default=now_ms())
         times = {epoch_field(of_model or ANY_MODEL, namespace): epoch}
+        if of_model is None:
+            self._models.note_deletion(namespace, epoch)
         num_tokens = 0
         for model in models:
             num_tokens += await asyncio.to_thread(model.sharing.epochs.raise_to, times)
@@ -124,7 +126,7 @@ class HistoryService:
         namespace = caller.namespace(request.namespace)
         model = self._models.get(request.model_fingerprint)
         async with self._transfers:
-            archive = await asyncio.to_thread(model.sharing.export, namespace)
+            archive = await asyncio.to_thread(model.sharing.export, namespace, without_inner=request.without_inner)
             for begin in range(0, len(archive), PART_BYTES):
                 part = history_pb2.ExportHistoryResponse(archive_part=archive[begin : begin + PART_BYTES])
                 await self._within(context.write(part.SerializeToString()), "the reader took no part")

@@ -52,7 +52,8 @@ class Options(RedisOptions):
 
     Attributes:
         hook: `v2` for vLLM's Model Runner V2, `v1` for the V1 runner; `auto`: V2 on a GPU, where vLLM runs it.
-        mode: `embedded` drafts in the engine's process, `sidecar` asks a draft server, which then holds the histories.
+        mode: `embedded` drafts in the engine's process; `hybrid` too, and shares its histories through a draft server;
+            `sidecar` asks the draft server, which then holds the histories.
         socket: Unix socket of that server.
         namespace: the tenant that this engine serves; a wall that no history crosses.
         num_speculative_tokens: longest draft of a request.
@@ -77,7 +78,7 @@ class Options(RedisOptions):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     hook: Literal["auto", "v1", "v2"] = "auto"
-    mode: Literal["embedded", "sidecar"] = "embedded"
+    mode: Literal["embedded", "hybrid", "sidecar"] = "embedded"
     socket: SocketPath = DEFAULT_SOCKET
     namespace: Annotated[str, Field(max_length=256, pattern=NAMESPACE_PATTERN)] = "default"
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 16
@@ -104,8 +105,8 @@ class Options(RedisOptions):
 
     @model_validator(mode="after")
     def _check_mode(self) -> Self:
-        if self.mode == "sidecar" and self.redis is not None:
-            raise ValueError("redis: expected none in mode sidecar: the draft server has the histories, give it there")
+        if self.mode != "embedded" and self.redis is not None:
+            raise ValueError(f"redis: expected none in mode {self.mode}: give it to the draft server, which shares")
         return self
 
 

@@ -18,6 +18,7 @@ from agentspec.sidecar.block_sharing import BlockSharing
 from agentspec.sidecar.budget import POLICIES, BudgetOptions, BudgetStats, Policy
 from agentspec.sidecar.callers import Caller
 from agentspec.sidecar.engine import BlockStats, Engine, pooled_bytes
+from agentspec.sidecar.epochs import ANY_MODEL, epoch_field
 from agentspec.sidecar.grammar_store import GrammarStore
 from agentspec.sidecar.grammars import Grammar, choose_grammar
 from agentspec.sidecar.refusal import RefusalError, exhausted, invalid
@@ -35,6 +36,7 @@ MAX_TEMPLATE_BYTES = 256 << 10
 MAX_PART_BYTES = 1 << 20
 FINGERPRINT_LENGTH = 64
 MAX_SPECIAL_BYTES = 64
+MAX_DELETIONS = 4096
 MAX_CLIENT_ID = (1 << 63 - HANDLE_BITS) - 1
 
 
@@ -148,6 +150,7 @@ class ServedModels:
         self._grammars = grammars
         self._roots = roots
         self._by_fingerprint: dict[str, ServedModel] = {}
+        self._deletions: dict[str, int] = {}
         self._building = asyncio.Lock()
         self._last_client_id = 0
         self._fallbacks: Counter[str] = Counter()
@@ -174,6 +177,12 @@ class ServedModels:
             raise RefusalError(code, "model_fingerprint", f"{fingerprint} is not registered: call RegisterTokenizer")
         return model
 
+    def note_deletion(self, namespace: str, epoch: int) -> None:
+        """Have models that are registered later refuse what was written before, as those that are known do."""
+        self._deletions[namespace] = epoch
+        if len(self._deletions) > MAX_DELETIONS:
+            del self._deletions[min(self._deletions, key=lambda name: self._deletions[name])]
+
     async def register(self, vocabulary: Vocabulary, caller: Caller) -> ServedModel:
         """Make a model known, with an engine of its own; idempotent.
 
@@ -190,6 +199,7 @@ class ServedModels:
             await self._make_room(caller)
             engine = await asyncio.to_thread(self._build, vocabulary)
             sharing = await asyncio.to_thread(self._share, engine, model_id(vocabulary.fingerprint, digest))
+            sharing.epochs.raise_to({epoch_field(ANY_MODEL, name): epoch for name, epoch in self._deletions.items()})
             model = ServedModel(
                 fingerprint=vocabulary.fingerprint,
                 digest=digest,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_ORIGINS = 4096
@@ -104,6 +104,16 @@ class Arrivals:
             if len(self._seen) > self._max_origins:
                 self._seen.popitem(last=False)
             return True
+
+    def raise_to(self, last_sequences: Mapping[int, int]) -> None:
+        """Note that all has come up to these sequences, by origin."""
+        for origin, sequence in last_sequences.items():
+            self.add(origin, sequence)
+
+    def last_sequences(self) -> dict[int, int]:
+        """The last that has come, by origin."""
+        with self._lock:
+            return {origin: last for origin, (_, last) in self._seen.items()}
 
     def covers(self, origin: int, sequence: int) -> bool:
         """Whether blocks came by this way: what an engine wrote before its first arrival did not."""

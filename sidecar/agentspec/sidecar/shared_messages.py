@@ -21,7 +21,8 @@ class FollowRequest:
     """What an engine wants to follow.
 
     Attributes:
-        namespaces: one at least.
+        namespaces: from `position` on.
+        new_namespaces: from now on; one at least of both.
         origin: number of the engine.
         boot_id: of the server that it followed before; 0: none.
         position: that came last from that server.
@@ -29,6 +30,7 @@ class FollowRequest:
     """
 
     namespaces: frozenset[str]
+    new_namespaces: frozenset[str]
     origin: int
     boot_id: int
     position: int
@@ -81,12 +83,15 @@ def read_following(request: history_pb2.FollowBlocksRequest, caller: Caller) -> 
     Raises:
         RefusalError: a foreign namespace, or a field out of its bound.
     """
-    check_batch(len(request.namespaces), "namespaces", MAX_NAMESPACES)
+    num_namespaces = len(request.namespaces) + len(request.new_namespaces)
+    check_batch(num_namespaces, "namespaces", MAX_NAMESPACES)
     check_batch(len(request.deletions), "deletions", MAX_DELETIONS)
-    if not request.namespaces:
+    if not num_namespaces:
         raise invalid("namespaces", "expected at least 1, got 0")
     for index, namespace in enumerate(request.namespaces):
         _check_namespace(namespace, caller, f"namespaces[{index}]")
+    for index, namespace in enumerate(request.new_namespaces):
+        _check_namespace(namespace, caller, f"new_namespaces[{index}]")
     for index, deletion in enumerate(request.deletions):
         try:
             _check_namespace(deletion.namespace, caller)
@@ -95,6 +100,7 @@ def read_following(request: history_pb2.FollowBlocksRequest, caller: Caller) -> 
             raise error.within(f"deletions[{index}]") from None
     return FollowRequest(
         frozenset(request.namespaces),
+        frozenset(request.new_namespaces),
         request.origin,
         request.boot_id,
         request.position,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n agentspec/draft/v1/history.proto\x12\x12\x61gentspec.draft.v1\"e\n\x05\x42lock\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x12\n\nblock_path\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\"v\n\x0cSharedBlocks\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0e\n\x06origin\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0c\",\n\x08\x44\x65letion\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x94\x01\n\x13\x41ppendBlocksRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.agentspec.draft.v1.Block\x12\x37\n\rshared_blocks\x18\x03 \x03(\x0b\x32 .agentspec.draft.v1.SharedBlocks\"?\n\x14\x41ppendBlocksResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bnum_skipped\x18\x02 \x01(\r\"\xa8\x01\n\x13\x46ollowBlocksRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnamespaces\x18\x02 \x03(\t\x12\x0e\n\x06origin\x18\x03 \x01(\x06\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\x06\x12\x10\n\x08position\x18\x05 \x01(\x04\x12/\n\tdeletions\x18\x06 \x03(\x0b\x32\x1c.agentspec.draft.v1.Deletion\"\xee\x01\n\x14\x46ollowBlocksResponse\x12-\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x19.agentspec.draft.v1.BlockB\x02\x18\x01\x12\x1a\n\x12num_dropped_tokens\x18\x02 \x01(\x04\x12\x37\n\rshared_blocks\x18\x03 \x03(\x0b\x32 .agentspec.draft.v1.SharedBlocks\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\x06\x12\x10\n\x08position\x18\x05 \x01(\x04\x12/\n\tdeletions\x18\x06 \x03(\x0b\x32\x1c.agentspec.draft.v1.Deletion\",\n\x0fGetStatsRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\"\xc9\x01\n\nBlockStats\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x12\n\nblock_path\x18\x04 \x01(\t\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\x12\x12\n\nnum_drafts\x18\x06 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x01(\x04\x12\x12\n\nnum_tokens\x18\t \x01(\x04\"\x89\x01\n\nModelStats\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x19\n\x11num_open_requests\x18\x02 \x01(\x04\x12\x15\n\rhistory_bytes\x18\x03 \x01(\x04\x12.\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1e.agentspec.draft.v1.BlockStats\"B\n\x10GetStatsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.agentspec.draft.v1.ModelStats\"?\n\x0fListKeysRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"U\n\nHistoryKey\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"@\n\x10ListKeysResponse\x12,\n\x04keys\x18\x01 \x03(\x0b\x32\x1e.agentspec.draft.v1.HistoryKey\"D\n\x14\x45xportHistoryRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"-\n\x15\x45xportHistoryResponse\x12\x14\n\x0c\x61rchive_part\x18\x01 \x01(\x0c\"Z\n\x14ImportHistoryRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchive_part\x18\x03 \x01(\x0c\"+\n\x15ImportHistoryResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\"F\n\x16\x44\x65leteNamespaceRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"-\n\x17\x44\x65leteNamespaceResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x32\xc2\x05\n\x0eHistoryService\x12\x61\n\x0c\x41ppendBlocks\x12\'.agentspec.draft.v1.AppendBlocksRequest\x1a(.agentspec.draft.v1.AppendBlocksResponse\x12\x63\n\x0c\x46ollowBlocks\x12\'.agentspec.draft.v1.FollowBlocksRequest\x1a(.agentspec.draft.v1.FollowBlocksResponse0\x01\x12U\n\x08GetStats\x12#.agentspec.draft.v1.GetStatsRequest\x1a$.agentspec.draft.v1.GetStatsResponse\x12U\n\x08ListKeys\x12#.agentspec.draft.v1.ListKeysRequest\x1a$.agentspec.draft.v1.ListKeysResponse\x12\x66\n\rExportHistory\x12(.agentspec.draft.v1.ExportHistoryRequest\x1a).agentspec.draft.v1.ExportHistoryResponse0\x01\x12\x66\n\rImportHistory\x12(.agentspec.draft.v1.ImportHistoryRequest\x1a).agentspec.draft.v1.ImportHistoryResponse(\x01\x12j\n\x0f\x44\x65leteNamespace\x12*.agentspec.draft.v1.DeleteNamespaceRequest\x1a+.agentspec.draft.v1.DeleteNamespaceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n agentspec/draft/v1/history.proto\x12\x12\x61gentspec.draft.v1\"e\n\x05\x42lock\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x12\n\nblock_path\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\"v\n\x0cSharedBlocks\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0e\n\x06origin\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0c\",\n\x08\x44\x65letion\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x94\x01\n\x13\x41ppendBlocksRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12)\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x19.agentspec.draft.v1.Block\x12\x37\n\rshared_blocks\x18\x03 \x03(\x0b\x32 .agentspec.draft.v1.SharedBlocks\"?\n\x14\x41ppendBlocksResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x12\x13\n\x0bnum_skipped\x18\x02 \x01(\r\"\xc0\x01\n\x13\x46ollowBlocksRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnamespaces\x18\x02 \x03(\t\x12\x0e\n\x06origin\x18\x03 \x01(\x06\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\x06\x12\x10\n\x08position\x18\x05 \x01(\x04\x12/\n\tdeletions\x18\x06 \x03(\x0b\x32\x1c.agentspec.draft.v1.Deletion\x12\x16\n\x0enew_namespaces\x18\x07 \x03(\t\"\xee\x01\n\x14\x46ollowBlocksResponse\x12-\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x19.agentspec.draft.v1.BlockB\x02\x18\x01\x12\x1a\n\x12num_dropped_tokens\x18\x02 \x01(\x04\x12\x37\n\rshared_blocks\x18\x03 \x03(\x0b\x32 .agentspec.draft.v1.SharedBlocks\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\x06\x12\x10\n\x08position\x18\x05 \x01(\x04\x12/\n\tdeletions\x18\x06 \x03(\x0b\x32\x1c.agentspec.draft.v1.Deletion\",\n\x0fGetStatsRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\"\xc9\x01\n\nBlockStats\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\t\x12\x12\n\nblock_path\x18\x04 \x01(\t\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\x12\x12\n\nnum_drafts\x18\x06 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x07 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x01(\x04\x12\x12\n\nnum_tokens\x18\t \x01(\x04\"\x89\x01\n\nModelStats\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x19\n\x11num_open_requests\x18\x02 \x01(\x04\x12\x15\n\rhistory_bytes\x18\x03 \x01(\x04\x12.\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1e.agentspec.draft.v1.BlockStats\"B\n\x10GetStatsResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.agentspec.draft.v1.ModelStats\"?\n\x0fListKeysRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"U\n\nHistoryKey\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"@\n\x10ListKeysResponse\x12,\n\x04keys\x18\x01 \x03(\x0b\x32\x1e.agentspec.draft.v1.HistoryKey\"[\n\x14\x45xportHistoryRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x15\n\rwithout_inner\x18\x03 \x01(\x08\"-\n\x15\x45xportHistoryResponse\x12\x14\n\x0c\x61rchive_part\x18\x01 \x01(\x0c\"Z\n\x14ImportHistoryRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchive_part\x18\x03 \x01(\x0c\"+\n\x15ImportHistoryResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\"F\n\x16\x44\x65leteNamespaceRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\"-\n\x17\x44\x65leteNamespaceResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\x32\xc2\x05\n\x0eHistoryService\x12\x61\n\x0c\x41ppendBlocks\x12\'.agentspec.draft.v1.AppendBlocksRequest\x1a(.agentspec.draft.v1.AppendBlocksResponse\x12\x63\n\x0c\x46ollowBlocks\x12\'.agentspec.draft.v1.FollowBlocksRequest\x1a(.agentspec.draft.v1.FollowBlocksResponse0\x01\x12U\n\x08GetStats\x12#.agentspec.draft.v1.GetStatsRequest\x1a$.agentspec.draft.v1.GetStatsResponse\x12U\n\x08ListKeys\x12#.agentspec.draft.v1.ListKeysRequest\x1a$.agentspec.draft.v1.ListKeysResponse\x12\x66\n\rExportHistory\x12(.agentspec.draft.v1.ExportHistoryRequest\x1a).agentspec.draft.v1.ExportHistoryResponse0\x01\x12\x66\n\rImportHistory\x12(.agentspec.draft.v1.ImportHistoryRequest\x1a).agentspec.draft.v1.ImportHistoryResponse(\x01\x12j\n\x0f\x44\x65leteNamespace\x12*.agentspec.draft.v1.DeleteNamespaceRequest\x1a+.agentspec.draft.v1.DeleteNamespaceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,35 +44,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_APPENDBLOCKSRESPONSE']._serialized_start=476
   _globals['_APPENDBLOCKSRESPONSE']._serialized_end=539
   _globals['_FOLLOWBLOCKSREQUEST']._serialized_start=542
-  _globals['_FOLLOWBLOCKSREQUEST']._serialized_end=710
-  _globals['_FOLLOWBLOCKSRESPONSE']._serialized_start=713
-  _globals['_FOLLOWBLOCKSRESPONSE']._serialized_end=951
-  _globals['_GETSTATSREQUEST']._serialized_start=953
-  _globals['_GETSTATSREQUEST']._serialized_end=997
-  _globals['_BLOCKSTATS']._serialized_start=1000
-  _globals['_BLOCKSTATS']._serialized_end=1201
-  _globals['_MODELSTATS']._serialized_start=1204
-  _globals['_MODELSTATS']._serialized_end=1341
-  _globals['_GETSTATSRESPONSE']._serialized_start=1343
-  _globals['_GETSTATSRESPONSE']._serialized_end=1409
-  _globals['_LISTKEYSREQUEST']._serialized_start=1411
-  _globals['_LISTKEYSREQUEST']._serialized_end=1474
-  _globals['_HISTORYKEY']._serialized_start=1476
-  _globals['_HISTORYKEY']._serialized_end=1561
-  _globals['_LISTKEYSRESPONSE']._serialized_start=1563
-  _globals['_LISTKEYSRESPONSE']._serialized_end=1627
-  _globals['_EXPORTHISTORYREQUEST']._serialized_start=1629
-  _globals['_EXPORTHISTORYREQUEST']._serialized_end=1697
-  _globals['_EXPORTHISTORYRESPONSE']._serialized_start=1699
-  _globals['_EXPORTHISTORYRESPONSE']._serialized_end=1744
-  _globals['_IMPORTHISTORYREQUEST']._serialized_start=1746
-  _globals['_IMPORTHISTORYREQUEST']._serialized_end=1836
-  _globals['_IMPORTHISTORYRESPONSE']._serialized_start=1838
-  _globals['_IMPORTHISTORYRESPONSE']._serialized_end=1881
-  _globals['_DELETENAMESPACEREQUEST']._serialized_start=1883
-  _globals['_DELETENAMESPACEREQUEST']._serialized_end=1953
-  _globals['_DELETENAMESPACERESPONSE']._serialized_start=1955
-  _globals['_DELETENAMESPACERESPONSE']._serialized_end=2000
-  _globals['_HISTORYSERVICE']._serialized_start=2003
-  _globals['_HISTORYSERVICE']._serialized_end=2709
+  _globals['_FOLLOWBLOCKSREQUEST']._serialized_end=734
+  _globals['_FOLLOWBLOCKSRESPONSE']._serialized_start=737
+  _globals['_FOLLOWBLOCKSRESPONSE']._serialized_end=975
+  _globals['_GETSTATSREQUEST']._serialized_start=977
+  _globals['_GETSTATSREQUEST']._serialized_end=1021
+  _globals['_BLOCKSTATS']._serialized_start=1024
+  _globals['_BLOCKSTATS']._serialized_end=1225
+  _globals['_MODELSTATS']._serialized_start=1228
+  _globals['_MODELSTATS']._serialized_end=1365
+  _globals['_GETSTATSRESPONSE']._serialized_start=1367
+  _globals['_GETSTATSRESPONSE']._serialized_end=1433
+  _globals['_LISTKEYSREQUEST']._serialized_start=1435
+  _globals['_LISTKEYSREQUEST']._serialized_end=1498
+  _globals['_HISTORYKEY']._serialized_start=1500
+  _globals['_HISTORYKEY']._serialized_end=1585
+  _globals['_LISTKEYSRESPONSE']._serialized_start=1587
+  _globals['_LISTKEYSRESPONSE']._serialized_end=1651
+  _globals['_EXPORTHISTORYREQUEST']._serialized_start=1653
+  _globals['_EXPORTHISTORYREQUEST']._serialized_end=1744
+  _globals['_EXPORTHISTORYRESPONSE']._serialized_start=1746
+  _globals['_EXPORTHISTORYRESPONSE']._serialized_end=1791
+  _globals['_IMPORTHISTORYREQUEST']._serialized_start=1793
+  _globals['_IMPORTHISTORYREQUEST']._serialized_end=1883
+  _globals['_IMPORTHISTORYRESPONSE']._serialized_start=1885
+  _globals['_IMPORTHISTORYRESPONSE']._serialized_end=1928
+  _globals['_DELETENAMESPACEREQUEST']._serialized_start=1930
+  _globals['_DELETENAMESPACEREQUEST']._serialized_end=2000
+  _globals['_DELETENAMESPACERESPONSE']._serialized_start=2002
+  _globals['_DELETENAMESPACERESPONSE']._serialized_end=2047
+  _globals['_HISTORYSERVICE']._serialized_start=2050
+  _globals['_HISTORYSERVICE']._serialized_end=2756
 # @@protoc_insertion_point(module_scope)

@@ -62,20 +62,22 @@ class AppendBlocksResponse(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., num_skipped: _Optional[int] = ...) -> None: ...
 
 class FollowBlocksRequest(_message.Message):
-    __slots__ = ("model_fingerprint", "namespaces", "origin", "boot_id", "position", "deletions")
+    __slots__ = ("model_fingerprint", "namespaces", "origin", "boot_id", "position", "deletions", "new_namespaces")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     DELETIONS_FIELD_NUMBER: _ClassVar[int]
+    NEW_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     namespaces: _containers.RepeatedScalarFieldContainer[str]
     origin: int
     boot_id: int
     position: int
     deletions: _containers.RepeatedCompositeFieldContainer[Deletion]
-    def __init__(self, model_fingerprint: _Optional[str] = ..., namespaces: _Optional[_Iterable[str]] = ..., origin: _Optional[int] = ..., boot_id: _Optional[int] = ..., position: _Optional[int] = ..., deletions: _Optional[_Iterable[_Union[Deletion, _Mapping]]] = ...) -> None: ...
+    new_namespaces: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model_fingerprint: _Optional[str] = ..., namespaces: _Optional[_Iterable[str]] = ..., origin: _Optional[int] = ..., boot_id: _Optional[int] = ..., position: _Optional[int] = ..., deletions: _Optional[_Iterable[_Union[Deletion, _Mapping]]] = ..., new_namespaces: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FollowBlocksResponse(_message.Message):
     __slots__ = ("blocks", "num_dropped_tokens", "shared_blocks", "boot_id", "position", "deletions")
@@ -166,12 +168,14 @@ class ListKeysResponse(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[_Union[HistoryKey, _Mapping]]] = ...) -> None: ...
 
 class ExportHistoryRequest(_message.Message):
-    __slots__ = ("model_fingerprint", "namespace")
+    __slots__ = ("model_fingerprint", "namespace", "without_inner")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_INNER_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     namespace: str
-    def __init__(self, model_fingerprint: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
+    without_inner: bool
+    def __init__(self, model_fingerprint: _Optional[str] = ..., namespace: _Optional[str] = ..., without_inner: bool = ...) -> None: ...
 
 class ExportHistoryResponse(_message.Message):
     __slots__ = ("archive_part",)

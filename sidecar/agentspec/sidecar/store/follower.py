@@ -54,7 +54,7 @@ class Follower:
         codec: reads the bytes.
         epochs: of its namespaces.
         tally: counts.
-        on_blocks: told of what came after the namespace was caught up with.
+        on_blocks: told of what came.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Follower:
             except ArchiveError:
                 return self._skip("corrupt")
         self._tally.count("received", namespace, num_tokens, len(raw))
-        if self._on_blocks is not None and followed.is_caught_up:
+        if self._on_blocks is not None:
             self._on_blocks(
                 SharedBlocks(namespace, entry.origin, entry.sequence, entry.epoch, num_tokens, entry.blocks)
             )

@@ -35,7 +35,7 @@ class HistoryStore:
         options: with a URL.
         roots: namespaces that the engine may serve, each with those within it.
         ttl_s: life of a namespace in Redis that nobody uses.
-        on_blocks: told of what others write, but for what they had written before; must neither block nor raise.
+        on_blocks: told of what others write, but for what snapshots hold; must neither block nor raise.
     """
 
     def __init__(
