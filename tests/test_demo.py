@@ -319,7 +319,7 @@ def test_model_that_vllm_cannot_load_is_reported_with_the_end_of_its_log(model_p
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("mode", ["embedded", "sidecar"])
+@pytest.mark.parametrize("mode", ["embedded", "hybrid", "sidecar"])
 def test_demo_with_agentspec_is_identical_to_plain_decoding_and_takes_fewer_steps(
     mode: str, model_path: str, tmp_path: Path
 ) -> None:

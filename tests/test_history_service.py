@@ -10,8 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
+from tests.engine_player import bold_engine
+from tests.reference import token_ids
 from tests.sidecar_lab import (
     FINGERPRINT,
+    VOCABULARY,
     SidecarProcess,
     Stream,
     close_message,
@@ -25,8 +28,11 @@ from tests.sidecar_lab import (
 
 from agentspec.draft.v1 import draft_pb2, history_pb2
 from agentspec.draft.v1.draft_pb2_grpc import DraftServiceStub
+from agentspec.sidecar.engine import FinishReason, Sampling
+from agentspec.sidecar.tags import Tags
 
 ANSWER = b"the plan is to search for papers"
+FAR = history_pb2.Deletion(namespace="default", epoch=1 << 60)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +99,37 @@ def draft_after(stub: DraftServiceStub, begin: bytes, **fields: Any) -> bytes:
     drafts = stream.ask(opens=[opened], step=step_message(1, {1: (0, [*begin])})).drafts
     stream.end()
     return bytes(ints(drafts.draft_token_ids))
+
+
+def follow(histories: Any, model: str = FINGERPRINT, **fields: Any) -> Any:
+    request = history_pb2.FollowBlocksRequest(model_fingerprint=model, **fields)
+    return histories.FollowBlocks(request, timeout=20)
+
+
+def append_shared(histories: Any, *blocks: history_pb2.SharedBlocks) -> history_pb2.AppendBlocksResponse:
+    request = history_pb2.AppendBlocksRequest(model_fingerprint=FINGERPRINT, shared_blocks=blocks)
+    answer: history_pb2.AppendBlocksResponse = histories.AppendBlocks(request)
+    return answer
+
+
+def shared(sequence: int = 1, **fields: Any) -> history_pb2.SharedBlocks:
+    """What another engine would share of a finished text."""
+    engine = bold_engine(VOCABULARY)
+    engine.share_blocks(1 << 20)
+    engine.open(1, token_ids(*b"Q"), Tags(stage="writer"), Sampling(), namespace="default")
+    engine.close(1, FinishReason.STOP, len(ANSWER), token_ids(*ANSWER))
+    (batch,) = engine.take_blocks().batches
+    values = {"namespace": "default", "origin": 7, "sequence": sequence, "num_tokens": batch.num_tokens}
+    return history_pb2.SharedBlocks(**{**values, "blocks": batch.blocks, **fields})
+
+
+def broken(histories: Any) -> history_pb2.SharedBlocks:
+    return shared(blocks=b"x", epoch=epoch_of(histories), origin=8)
+
+
+def epoch_of(histories: Any) -> int:
+    """Of the namespace that `histories` has deleted."""
+    return max(one.epoch for one in next(follow(histories, namespaces=["default"])).deletions)
 
 
 def status_of(call: Callable[[], Any]) -> tuple[str, str]:
@@ -248,12 +285,83 @@ def test_an_import_that_is_refused_names_its_field(
         (lambda h: list_keys(h, model="f" * 64), "NOT_FOUND", "model_fingerprint"),
         (lambda h: stats(h, "x"), "INVALID_ARGUMENT", "model_fingerprint"),
         (lambda h: export(h, "other"), "PERMISSION_DENIED", "namespace"),
+        (lambda h: next(follow(h)), "INVALID_ARGUMENT", "namespaces"),
+        (lambda h: next(follow(h, namespaces=["default"] * 4097)), "RESOURCE_EXHAUSTED", "namespaces"),
+        (lambda h: next(follow(h, namespaces=["default", "x"])), "PERMISSION_DENIED", "namespaces[1]"),
+        (lambda h: next(follow(h, new_namespaces=["x"])), "PERMISSION_DENIED", "new_namespaces[0]"),
+        (lambda h: next(follow(h, model="f" * 64, namespaces=["default"])), "NOT_FOUND", "model_fingerprint"),
+        (lambda h: next(follow(h, namespaces=["default"], deletions=[FAR])), "INVALID_ARGUMENT", "deletions[0].epoch"),
+        (lambda h: append_shared(h, shared(namespace="x")), "PERMISSION_DENIED", "shared_blocks[0].namespace"),
+        (lambda h: append_shared(h, shared(), broken(h)), "INVALID_ARGUMENT", "shared_blocks[1].blocks"),
+        (lambda h: append_shared(h, shared(epoch=FAR.epoch)), "INVALID_ARGUMENT", "shared_blocks[0].epoch"),
     ],
 )  # fmt: skip
 def test_a_call_that_is_refused_names_its_field(
     histories: Any, call: Callable[[Any], Any], code: str, field: str
 ) -> None:
     assert (code, field) == status_of(lambda: call(histories))
+
+
+def test_shared_blocks_are_drafted_from_and_passed_on_once(stub: DraftServiceStub, histories: Any) -> None:
+    calls = [follow(histories, namespaces=["default"], origin=origin) for origin in (1, 9)]
+    epoch = epoch_of(histories)
+    first, own = (next(call) for call in calls)
+
+    assert (len(ANSWER) + 1, 0) == _counts(append_shared(histories, shared(3, origin=9, epoch=epoch)))
+    assert (0, 2) == _counts(
+        append_shared(histories, shared(3, origin=9, epoch=epoch), shared(2, origin=9, epoch=epoch))
+    )
+    assert 0 == append_shared(histories, shared(4, origin=9, epoch=epoch)).num_skipped
+
+    message = next(calls[0])
+    assert [3] == [one.sequence for one in message.shared_blocks]
+    assert first.boot_id == message.boot_id == own.boot_id
+    assert message.position == first.position + 1
+    assert draft_after(stub, ANSWER[:12]) == ANSWER[12:20]
+    for call in calls:
+        call.cancel()
+    again = next(follow(histories, namespaces=["default"], boot_id=first.boot_id, position=first.position))
+    assert [3, 4] == [one.sequence for one in again.shared_blocks]
+    assert [] == [*next(follow(histories, new_namespaces=["default"], boot_id=7)).shared_blocks]
+
+
+def _counts(answer: history_pb2.AppendBlocksResponse) -> tuple[int, int]:
+    return answer.num_tokens, answer.num_skipped
+
+
+def test_a_deletion_is_told_before_what_is_written_after_it(histories: Any) -> None:
+    call = follow(histories, namespaces=["default"], origin=1)
+    known = {one.namespace: one.epoch for one in next(call).deletions}
+    stale = shared(11, origin=8)
+    delete(histories, "default")
+
+    (deletion,) = next(call).deletions
+    assert "default" == deletion.namespace
+    assert known.get("default", 0) < deletion.epoch
+    assert (0, 1) == _counts(append_shared(histories, stale))
+    assert 0 == append_shared(histories, shared(12, origin=8, epoch=deletion.epoch)).num_skipped
+    call.cancel()
+
+
+def test_a_deletion_that_an_engine_tells_is_done(histories: Any) -> None:
+    append(histories, block())
+    epoch = next(follow(histories, namespaces=["default"])).deletions[0].epoch + 5
+    deletion = history_pb2.Deletion(namespace="default", epoch=epoch)
+
+    told = next(follow(histories, namespaces=["default"], deletions=[deletion]))
+
+    assert [epoch] == [one.epoch for one in told.deletions]
+    assert [] == list_keys(histories)
+
+
+def test_an_export_without_inner_namespaces_has_the_outer_one_alone(histories: Any) -> None:
+    append(histories, block(), block(namespace="default/inner"))
+    request = history_pb2.ExportHistoryRequest(model_fingerprint=FINGERPRINT, namespace="default", without_inner=True)
+    archive = b"".join(part.archive_part for part in histories.ExportHistory(request))
+    delete(histories, "default")
+    histories.ImportHistory(import_parts(archive))
+
+    assert ["default"] == [namespace for namespace, _, _ in list_keys(histories)]
 
 
 def test_an_import_that_may_not_be_is_refused_at_its_first_part(histories: Any) -> None:

@@ -11,9 +11,10 @@ from tests.redis_lab import MODEL, NAMESPACE, RedisServer, Replica, eventually, 
 from tests.reference import Row, step_request, token_ids
 
 from agentspec.sidecar.engine import ArchiveError, FinishReason, Sampling
-from agentspec.sidecar.store import keeper
+from agentspec.sidecar.epochs import ANY_MODEL, epoch_field
+from agentspec.sidecar.store import deletion, keeper
 from agentspec.sidecar.store.codec import Codec, Entry
-from agentspec.sidecar.store.deletion import delete_in_redis
+from agentspec.sidecar.store.deletion import delete_in_redis, read_epochs
 from agentspec.sidecar.store.keys import EPOCHS, ModelKeys
 from agentspec.sidecar.tags import Tags
 
@@ -151,6 +152,18 @@ def test_text_of_before_a_deletion_is_refused_and_removed(server: RedisServer, b
 
         eventually(lambda: 0 == client.xlen(KEYS.log(NAMESPACE)))
     assert 0 == b.num_tokens
+
+
+def test_of_two_deletions_in_one_millisecond_the_second_is_later(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletion, "now_ms", lambda: 1_800_000_000_000)
+    with server.client() as client:
+        for expected in (1_800_000_000_000, 1_800_000_000_001):
+            delete_in_redis(client, NAMESPACE)
+            assert {epoch_field(ANY_MODEL, NAMESPACE): expected} == read_epochs(client)
+        delete_in_redis(client, NAMESPACE, epoch=1_800_000_000_001)  # the same one, asked for again
+        assert {epoch_field(ANY_MODEL, NAMESPACE): 1_800_000_000_001} == read_epochs(client)
 
 
 def test_an_epoch_survives_the_loss_of_all_data(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from agentspec.benchmarks.methods.arctic import MissingPeerError
 from agentspec.benchmarks.middleware_bench import NUM_ROUNDS, MiddlewareBench
 from agentspec.benchmarks.prior import format_prior, learn_prior
 from agentspec.benchmarks.redis_bench import RedisBench, RedisBenchError
+from agentspec.benchmarks.redis_process import RedisMissingError
 from agentspec.benchmarks.replay import NUM_SPECULATIVE_TOKENS, cut_runs
 from agentspec.benchmarks.report import (
     CELL_COLUMNS,
@@ -90,7 +91,7 @@ def redis_(
     with cell_progress() as on_progress:
         try:
             cells = bench.run(lambda phase: on_progress(phase, 0, None))
-        except RedisBenchError as error:
+        except (RedisBenchError, RedisMissingError) as error:
             raise click.ClickException(str(error)) from None
     rows: list[Figures] = [
         {"measurement": cell["measurement"], "figure": name, "value": value}

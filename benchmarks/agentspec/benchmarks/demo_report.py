@@ -22,7 +22,7 @@ class BatchResult:
         decoding: which.
         counters: vLLM's own counts of the batch.
         seconds: wall clock from the first agent's start to the last one's end.
-        num_warm_up_tokens: output tokens of the batch before it.
+        warm_up: likewise, of the batch before it, the server's first.
         num_shared_prompts: prompts that occur in both batches.
         num_repeated_prompts: calls of the measured batch whose prompt an earlier one had, too.
         blocks: AgentSpec's counts of the batch; empty under the other ways.
@@ -33,7 +33,7 @@ class BatchResult:
     decoding: Decoding
     counters: EngineCounters
     seconds: float
-    num_warm_up_tokens: int = 0
+    warm_up: EngineCounters | None = None
     num_shared_prompts: int = 0
     num_repeated_prompts: int = 0
     blocks: Sequence[BlockCounters] = ()
@@ -46,7 +46,22 @@ class BatchResult:
         return self.counters.num_tokens / self.seconds
 
 
-def make_report(results: Sequence[BatchResult], *, num_agents: int, conditions: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """The first batch of a second AgentSpec server, which shares the histories of the first one.
+
+    Attributes:
+        counters: vLLM's own counts of it.
+        verdict: against plain decoding; None where it was not run.
+    """
+
+    counters: EngineCounters
+    verdict: Verdict | None = None
+
+
+def make_report(
+    results: Sequence[BatchResult], replica: Replica | None = None, *, num_agents: int, conditions: Mapping[str, Any]
+) -> dict[str, Any]:
     """The content of `report.json`; what a way of decoding that was not run would say is absent."""
     report: dict[str, Any] = {"num_agents": num_agents}
     for result in results:
@@ -56,7 +71,7 @@ def make_report(results: Sequence[BatchResult], *, num_agents: int, conditions: 
         report[f"seconds_{name}"] = round(result.seconds, 2)
         if name == "plain":
             report["num_tokens"] = counters.num_tokens
-            report["num_warm_up_tokens"] = result.num_warm_up_tokens
+            report["num_warm_up_tokens"] = result.warm_up.num_tokens if result.warm_up is not None else 0
             report["num_shared_prompts"] = result.num_shared_prompts
             report["num_repeated_prompts"] = result.num_repeated_prompts
         if name == "ngram":
@@ -70,11 +85,27 @@ def make_report(results: Sequence[BatchResult], *, num_agents: int, conditions: 
         if result.verdict is not None:
             suffix = "" if name == "agentspec" else f"_{name}"
             report |= {f"{key}{suffix}": value for key, value in _verdict_fields(result.verdict).items()}
+    if replica is not None:
+        report["first_batch"] = [
+            {"server": server} | _first_batch_fields(counters) for server, counters in _first_batches(results, replica)
+        ]
+        report["replica"] = _verdict_fields(replica.verdict) if replica.verdict is not None else {}
     return report | {"conditions": dict(conditions)}
 
 
-def print_tables(report: Mapping[str, Any], results: Sequence[BatchResult], console: Console) -> None:
-    """Print one row per way of decoding, then one per stage and block."""
+def _first_batches(results: Sequence[BatchResult], replica: Replica) -> list[tuple[str, EngineCounters]]:
+    cold = next((result.warm_up for result in results if result.decoding == "agentspec"), None)
+    return [*([("cold", cold)] if cold is not None else []), ("replica", replica.counters)]
+
+
+def _first_batch_fields(counters: EngineCounters) -> dict[str, Any]:
+    return asdict(counters) | {"tokens_per_step": round(counters.num_tokens / counters.num_steps, 4)}
+
+
+def print_tables(
+    report: Mapping[str, Any], results: Sequence[BatchResult], replica: Replica | None, console: Console
+) -> None:
+    """Print one row per way of decoding, then one per stage and block, then one per first batch."""
     table = Table(title=f"Measured batch: {report['num_agents']} agents at once, each on a task of its own")
     for column in ("decoding", "tokens", "request-steps", "of plain", "draft tokens", "acceptance rate"):
         table.add_column(column, justify="left" if column == "decoding" else "right")
@@ -86,6 +117,8 @@ def print_tables(report: Mapping[str, Any], results: Sequence[BatchResult], cons
     blocks = next((result.blocks for result in results if result.decoding == "agentspec"), ())
     if blocks:
         console.print(_block_table(blocks))
+    if replica is not None:
+        console.print(_first_batch_table(_first_batches(results, replica), replica.verdict))
 
 
 def _result_cells(result: BatchResult, plain_steps: int | None) -> list[str]:
@@ -119,6 +152,22 @@ def _block_table(blocks: Sequence[BlockCounters]) -> Table:
             f"{block.num_accepted_tokens:,}",
             _percent(block.acceptance_rate),
             _number(block.acceptance_length),
+        )
+    return table
+
+
+def _first_batch_table(batches: Sequence[tuple[str, EngineCounters]], verdict: Verdict | None) -> Table:
+    table = Table(title="First batch of an AgentSpec server: with no history, and with that of the first one, by Redis")
+    for column in ("server", "tokens", "request-steps", "tokens per step", "acceptance rate", "identical to plain"):
+        table.add_column(column, justify="left" if column == "server" else "right")
+    for server, counters in batches:
+        table.add_row(
+            server,
+            f"{counters.num_tokens:,}",
+            f"{counters.num_steps:,}",
+            _number(counters.num_tokens / counters.num_steps),
+            _percent(counters.num_accepted_tokens / counters.num_draft_tokens if counters.num_draft_tokens else None),
+            _identity(verdict) if server == "replica" else "–",
         )
     return table
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import platform
 import resource
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +20,7 @@ from numpy.typing import NDArray
 
 from agentspec.benchmarks.corpus import TokenCall
 from agentspec.benchmarks.figures import Figures
+from agentspec.benchmarks.redis_process import running_redis
 from agentspec.sidecar.block_sharing import BlockSharing
 from agentspec.sidecar.engine import Engine, FinishReason, Sampling, StepRequest, TokenIds
 from agentspec.sidecar.grammars import CHAT
@@ -36,7 +33,6 @@ from agentspec.sidecar.tags import Tags
 MODEL = "0123456789abcdef"
 NAMESPACE = "default"
 HISTORY_BYTES = 4 << 30
-START_S = 20.0
 WAIT_S = 120.0
 DELAY_BLOCKS_PER_S = 2000
 DELAY_BLOCK_TOKENS = 40
@@ -81,11 +77,11 @@ class RedisBench:
             ("idle", self._idle),
         ):
             on_phase(name)
-            with _running_redis() as (url, client):
+            with running_redis() as url, redis.Redis.from_url(url) as client:
                 cells.append({"measurement": name, **measure(url, client)})
         for num_tokens in self.num_warm_tokens:
             on_phase(f"warm start with {num_tokens} tokens")
-            with _running_redis() as (url, client):
+            with running_redis() as url, redis.Redis.from_url(url) as client:
                 cells.append({"measurement": "warm", **self._warm(url, client, num_tokens)})
         return cells
 
@@ -261,23 +257,6 @@ class _Sampler:
         """When each count was reached, by a clock in seconds."""
         times, sizes = (np.array(column) for column in zip(*self._seen, strict=True))
         return cast(NDArray[np.float64], times[np.searchsorted(sizes, counts).clip(max=len(times) - 1)])
-
-
-@contextmanager
-def _running_redis() -> Iterator[tuple[str, Any]]:
-    if shutil.which("redis-server") is None:
-        raise RedisBenchError("redis-server is missing: install Redis 7 or newer")
-    with tempfile.TemporaryDirectory() as folder:
-        socket = f"{folder}/redis.sock"
-        command = ["redis-server", "--port", "0", "--unixsocket", socket, "--save", "", "--appendonly", "no"]
-        process = subprocess.Popen([*command, "--dir", folder], stdout=subprocess.DEVNULL)
-        try:
-            _await(lambda: Path(socket).exists(), START_S, "redis-server did not start")
-            with redis.Redis(unix_socket_path=socket) as client:
-                yield f"unix://{socket}", client
-        finally:
-            process.terminate()
-            process.wait(START_S)
 
 
 def _await(

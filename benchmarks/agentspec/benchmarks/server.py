@@ -22,7 +22,7 @@ Decoding = Literal["plain", "ngram", "agentspec"]
 DECODINGS: tuple[Decoding, ...] = ("plain", "ngram", "agentspec")
 SERVED_NAME = "demo"
 
-Mode = Literal["embedded", "sidecar"]
+Mode = Literal["embedded", "hybrid", "sidecar"]
 
 _VLLM = "vllm.entrypoints.cli.main"
 _AGENTSPEC = "agentspec.serving_patch"
@@ -48,7 +48,8 @@ class ServerOptions:
         max_model_len: tokens of prompt and output together.
         start_deadline_s: longest wait for the server to answer.
         vllm_flags: further flags of `vllm serve`.
-        mode: whether AgentSpec drafts inside vLLM or in a draft server beside it.
+        mode: whether AgentSpec drafts inside vLLM, there with a draft server beside it, or in that server.
+        redis: URL through which histories are shared with other servers; empty: they are not.
     """
 
     model: str
@@ -59,6 +60,7 @@ class ServerOptions:
     start_deadline_s: float = 300.0
     vllm_flags: tuple[str, ...] = ()
     mode: Mode = "embedded"
+    redis: str = ""
 
 
 class ProcessGroup:
@@ -108,16 +110,18 @@ class ProcessGroup:
 
 
 class VllmServer:
-    """One server, with the draft server that it asks in mode `sidecar`; as a context manager it is always stopped.
+    """One server, with the draft server that its mode needs; as a context manager it is always stopped.
 
     Args:
         decoding: how it decodes.
         options: see `ServerOptions`.
+        name: of its log; default: that of the decoding.
     """
 
-    def __init__(self, decoding: Decoding, options: ServerOptions) -> None:
+    def __init__(self, decoding: Decoding, options: ServerOptions, name: str = "") -> None:
         self.decoding = decoding
-        self.log_path = options.log_folder / f"server-{decoding}.log"
+        self.name = name or decoding
+        self.log_path = options.log_folder / f"server-{self.name}.log"
         self._options = options
         self._port, self._metrics_port, self._sidecar_metrics_port = _free_ports(3)
         self._process: ProcessGroup | None = None
@@ -139,7 +143,8 @@ class VllmServer:
         """Where AgentSpec's counters are; empty for the other ways of decoding."""
         if self.decoding != "agentspec":
             return ()
-        ports = (self._metrics_port, self._sidecar_metrics_port) if self._has_sidecar else (self._metrics_port,)
+        drafts_elsewhere = self._options.mode == "sidecar"
+        ports = (self._metrics_port, self._sidecar_metrics_port) if drafts_elsewhere else (self._metrics_port,)
         return tuple(f"http://127.0.0.1:{port}/metrics" for port in ports)
 
     @property
@@ -149,7 +154,7 @@ class VllmServer:
 
     @property
     def _has_sidecar(self) -> bool:
-        return self.decoding == "agentspec" and self._options.mode == "sidecar"
+        return self.decoding == "agentspec" and self._options.mode != "embedded"
 
     @property
     def _socket(self) -> str:
@@ -162,7 +167,7 @@ class VllmServer:
         """Start the processes and return at once."""
         environment = self.environment(os.environ)
         if self._has_sidecar:
-            log_path = self._options.log_folder / "server-sidecar.log"
+            log_path = self.log_path.with_stem(self.log_path.stem.replace(self.decoding, "sidecar"))
             self._sidecar = ProcessGroup(self.sidecar_command(), log_path, environment)
         self._process = ProcessGroup(self.command(), self.log_path, environment)
 
@@ -170,7 +175,8 @@ class VllmServer:
         """Module and arguments of the draft server."""
         drafts = str(self._options.num_speculative_tokens)
         ports = ("--metrics-port", str(self._sidecar_metrics_port))
-        return [_SIDECAR, "serve", "--socket", self._socket, "--num-speculative-tokens", drafts, *ports]
+        redis = ("--redis", self._options.redis) if self._options.redis else ()
+        return [_SIDECAR, "serve", "--socket", self._socket, "--num-speculative-tokens", drafts, *ports, *redis]
 
     def command(self) -> list[str]:
         """Module and arguments that `python -m` runs."""
@@ -190,7 +196,9 @@ class VllmServer:
                 "metrics_port": self._metrics_port,
             }
             if self._has_sidecar:
-                agentspec |= {"mode": "sidecar", "socket": self._socket}
+                agentspec |= {"mode": options.mode, "socket": self._socket}
+            elif options.redis:
+                agentspec |= {"redis": options.redis}
             return [_AGENTSPEC, *flags, "--additional-config", json.dumps({"agentspec": agentspec})]
         ngram = {
             "method": "ngram",
@@ -233,7 +241,7 @@ class VllmServer:
             on_wait(waited_s)
             time.sleep(_POLL_S)
         raise ServerError(
-            f"the {self.decoding} server did not answer within {self._options.start_deadline_s:.0f} s{self._log_tail()}"
+            f"the {self.name} server did not answer within {self._options.start_deadline_s:.0f} s{self._log_tail()}"
         )
 
     def check_alive(self) -> None:
@@ -243,9 +251,9 @@ class VllmServer:
             ServerError: it has ended, or was never started.
         """
         if self._process is None:
-            raise ServerError(f"the {self.decoding} server was not started")
+            raise ServerError(f"the {self.name} server was not started")
         if (code := self._process.exit_code) is not None:
-            raise ServerError(f"the {self.decoding} server ended with code {code}{self._log_tail()}")
+            raise ServerError(f"the {self.name} server ended with code {code}{self._log_tail()}")
 
     def stop(self) -> None:
         """End all that was started. May be called again."""

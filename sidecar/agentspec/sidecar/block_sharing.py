@@ -68,9 +68,10 @@ class BlockSharing:
         with self.epochs.lock:
             if blocks.epoch < self.epochs.of(blocks.namespace):
                 return None
-            if not self._arrivals.add(blocks.origin, blocks.sequence):
+            if not self._arrivals.is_new(blocks.origin, blocks.sequence):
                 return None
             num_tokens = self._engine.merge_blocks(blocks.namespace, blocks.blocks, origin=blocks.origin)
+            self._arrivals.add(blocks.origin, blocks.sequence)
         self.relay.put(blocks)
         if self.store is not None:
             self.store.put(blocks)

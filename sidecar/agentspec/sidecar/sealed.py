@@ -80,9 +80,11 @@ def _split(raw: bytes) -> tuple[Mapping[str, Any], bytes]:
         text = raw[begin : begin + length]
         header = json.loads(text)
         is_whole = (
-            zlib.crc32(text) == checksum
+            (len(text), zlib.crc32(text)) == (length, checksum)
             and isinstance(header["namespace"], str)
             and all(isinstance(time_ms, int) for time_ms in header["epochs"].values())
+            and all(isinstance(sequence, int) for sequence in header["last_sequences"].values())
+            and all(map(str.isdecimal, header["last_sequences"]))
         )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
         is_whole = False

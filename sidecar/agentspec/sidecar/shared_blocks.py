@@ -93,6 +93,11 @@ class Arrivals:
         self._lock = threading.Lock()
         self._seen: OrderedDict[int, tuple[int, int]] = OrderedDict()  # by origin: first and last sequence
 
+    def is_new(self, origin: int, sequence: int) -> bool:
+        """Whether blocks have not come yet, as `add` tells."""
+        with self._lock:
+            return sequence > self._seen.get(origin, (0, -1))[1]
+
     def add(self, origin: int, sequence: int) -> bool:
         """Note blocks; returns whether they are new, which those of an engine are as long as their numbers grow."""
         with self._lock:

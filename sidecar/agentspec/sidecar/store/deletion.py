@@ -25,7 +25,7 @@ end
 _DELETE = """
 local last = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '0')
 local time_ms = tonumber(ARGV[2])
-if time_ms < last then time_ms = last + 1 end
+if time_ms < last or (ARGV[3] == '' and time_ms == last) then time_ms = last + 1 end
 local text = string.format('%.0f', time_ms)
 redis.call('HSET', KEYS[1], ARGV[1], text)
 return text
@@ -94,7 +94,7 @@ def delete_in_redis(client: Client, namespace: str, model: str | None = None, *,
         redis.RedisError: Redis can't be asked; to be called again.
     """
     field = epoch_field(model or ANY_MODEL, namespace)
-    time_ms = client.eval(_DELETE, 1, EPOCHS, field, str(epoch or now_ms()))
+    time_ms = client.eval(_DELETE, 1, EPOCHS, field, str(epoch or now_ms()), str(epoch or ""))
     client.xadd(DELETIONS, {"field": field, "time_ms": time_ms}, maxlen=MAX_DELETIONS, approximate=True)
     for found in [model] if model else [name.decode() for name in client.zrange(MODELS, 0, -1)]:
         _delete_text(client, ModelKeys(found), namespace)
