@@ -24,7 +24,7 @@ setup: ## make or repair .venv: vLLM, all extras, the compiled core
 setup-demo:
 	@.ci/setup demo
 
-demo: setup-demo ## serve a small model to 16 agents: plain, ngram and AgentSpec side by side (DEMO_MODEL=<hub id or folder>, MODE=sidecar)
+demo: setup-demo ## serve a small model to 16 agents: plain, ngram and AgentSpec side by side (DEMO_MODEL=<hub id or folder>, MODE=hybrid|sidecar, REDIS=1)
 	@python -m agentspec.benchmarks.demo
 
 check: setup lint ## lint, types, tests without vLLM; under a minute

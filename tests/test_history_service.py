@@ -129,7 +129,7 @@ def broken(histories: Any) -> history_pb2.SharedBlocks:
 
 def epoch_of(histories: Any) -> int:
     """Of the namespace that `histories` has deleted."""
-    return max(one.epoch for one in next(follow(histories, namespaces=["default"])).deletions)
+    return max(int(one.epoch) for one in next(follow(histories, namespaces=["default"])).deletions)
 
 
 def status_of(call: Callable[[], Any]) -> tuple[str, str]:
