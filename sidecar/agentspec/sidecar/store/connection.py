@@ -30,6 +30,11 @@ ValueError: a file with a password that can't be decoded.
 """
 
 
+def is_foreign(answer: object) -> bool:
+    """Whether Redis said that a key holds what we never wrote: to ask again won't help, other keys are well."""
+    return isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE")
+
+
 class Commands(Protocol):
     """The commands that are used, of a server, of a cluster or of a pipeline, and what they answer outside of the last.
 
@@ -168,9 +173,7 @@ def connect(options: RedisOptions, address: RedisAddress) -> Client:
     settings = _settings(options, address)
     if address.kind == "cluster":
         nodes = [_untyped(ClusterNode)(host, port) for host, port in address.nodes]
-        cluster = RedisCluster(
-            startup_nodes=nodes, require_full_coverage=False, cluster_error_retry_attempts=0, **settings
-        )
+        cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **settings)
         return cast(Client, cluster)
     if address.kind == "sentinel":
         # Sentinels know nothing of the server's users; they have the same certificates.

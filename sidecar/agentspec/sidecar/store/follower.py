@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+import redis
+
 from agentspec.sidecar.engine import ArchiveError, Engine
 from agentspec.sidecar.epochs import Epochs
 from agentspec.sidecar.shared_blocks import Arrivals, SharedBlocks
 from agentspec.sidecar.store.codec import Codec, EntryError
-from agentspec.sidecar.store.connection import BLOCK_MS, Client
+from agentspec.sidecar.store.connection import BLOCK_MS, Client, is_foreign
 from agentspec.sidecar.store.deletion import sync
 from agentspec.sidecar.store.figures import Tally
 from agentspec.sidecar.store.keys import DELETIONS, ModelKeys
@@ -79,6 +81,7 @@ class Follower:
         self._followed: dict[str, Followed] = {}
         self._by_key: dict[str, str] = {}
         self._checked_at = 0.0
+        self._foreign: set[str] = set()  # keys that hold no stream; looked at again now and then
 
     def follow(self, namespace: str, position: str) -> None:
         """Follow a namespace from after a position on, or note that it is used."""
@@ -130,11 +133,19 @@ class Follower:
             self._check_positions(client)
             self._checked_at = time.monotonic()
         with self._lock:
-            positions = {key: self._followed[name].position for key, name in self._by_key.items()}
+            positions = {
+                key: self._followed[name].position for key, name in self._by_key.items() if key not in self._foreign
+            }
         if not positions:
             return time.sleep(BLOCK_MS / 4000)
         unread = set(positions)
-        for key, entries in _read(client, positions, BLOCK_MS):
+        try:
+            found = _read(client, positions, BLOCK_MS)
+        except redis.ResponseError as error:
+            if not is_foreign(error):
+                raise
+            return self._check_positions(client)
+        for key, entries in found:
             self._take(client, key, entries)
             if len(entries) == ENTRIES_AT_ONCE:
                 unread.discard(key)
@@ -200,15 +211,19 @@ class Follower:
         return reason
 
     def _check_positions(self, client: Client) -> None:
-        """Start a stream again whose end lies before our position: a failover has lost its tail."""
+        """Start a stream again whose end lies before our position: a failover has lost its tail; pass over others."""
         sync(self._epochs, client)
         with self._lock:
             keys = [*self._by_key.items()]
         pipeline = client.pipeline(transaction=False)
         for key, _ in keys:
             pipeline.xrevrange(key, count=1)
-        for (_, namespace), last in zip(keys, pipeline.execute(raise_on_error=False), strict=True):
-            if isinstance(last, list) and last:
+        self._foreign.clear()
+        for (key, namespace), last in zip(keys, pipeline.execute(raise_on_error=False), strict=True):
+            if is_foreign(last):
+                self._tally.fail(last)
+                self._foreign.add(key)
+            elif isinstance(last, list) and last:
                 with self._lock:
                     followed = self._followed.get(namespace)
                     if followed is not None and _order(last[0][0].decode()) < _order(followed.position):

@@ -7,10 +7,12 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import redis
+
 from agentspec.sidecar.engine import ArchiveError, Engine
 from agentspec.sidecar.epochs import Epochs
 from agentspec.sidecar.store.codec import Codec, Entry, EntryError
-from agentspec.sidecar.store.connection import Client
+from agentspec.sidecar.store.connection import Client, is_foreign
 from agentspec.sidecar.store.deletion import sync
 from agentspec.sidecar.store.figures import Tally
 from agentspec.sidecar.store.keys import ModelKeys
@@ -83,7 +85,13 @@ class Snapshots:
         Raises:
             redis.RedisError: Redis can't be asked.
         """
-        found = client.hgetall(self._keys.snapshot(namespace))
+        try:
+            found = client.hgetall(self._keys.snapshot(namespace))
+        except redis.ResponseError as error:
+            if not is_foreign(error):
+                raise
+            self._tally.skip("schema")
+            return None
         if not found:
             return None
         try:
