@@ -28,6 +28,7 @@ from tests.chart import (
 
 from agentspec.sidecar.options import read_options
 from agentspec.sidecar.server_options import ServerOptions
+from agentspec.sidecar.store.options import RedisOptions
 
 pytestmark = pytest.mark.deploy
 
@@ -36,8 +37,24 @@ CUSTOM_KINDS = {"PodMonitor", "PrometheusRule", "ScaledObject"}
 """Kinds of the Prometheus operator and of KEDA: Kubernetes has no schema for them."""
 
 SIDECAR: Manifest = {"mode": "sidecar", "sidecar": {"image": {"repository": "registry.example/agentspec-sidecar"}}}
+REDIS: Manifest = {
+    "redis": {
+        "url": "rediss://redis:6379",
+        "username": "agentspec",
+        "passwordSecret": "redis-user",
+        "caSecret": "redis-ca",
+        "certificateSecret": "redis-client",
+        "keySecret": "history-key",
+    }
+}
 MATRIX: dict[str, list[Manifest]] = {
-    "mode": [{}, SIDECAR, {**SIDECAR, "sidecar": {**SIDECAR["sidecar"], "native": False}}],
+    "redis": [{}, REDIS],
+    "mode": [
+        {},
+        SIDECAR,
+        {**SIDECAR, "mode": "hybrid"},
+        {**SIDECAR, "sidecar": {**SIDECAR["sidecar"], "native": False}},
+    ],
     "autoscaling": [{}, {"autoscaling": {"kind": "hpa"}}],
     "network": [{}, {"networkPolicy": {"egress": []}}, {"networkPolicy": {"enabled": False}}],
     "ranks": [{}, {"vllm": {"dataParallelSize": 3, "tokenSecret": "hub", "cacheClaim": "models"}}],
@@ -189,7 +206,64 @@ def test_sidecar_takes_the_flags_that_the_chart_writes() -> None:
     assert (options.health_port, str(options.socket)) == (9461, "/run/agentspec/draft.sock")
 
 
+def redis_options(manifests: list[Manifest], name: str) -> dict[str, Any]:
+    """What a container is told of Redis."""
+    if name == "vllm":
+        told = additional_config(manifests)["agentspec"]
+    else:
+        pod = pod_of(find(manifests, "Deployment"))
+        assert pod is not None
+        flags = [arg.removeprefix("--").split("=", 1) for arg in pod["initContainers"][0]["args"][1:]]
+        told = {flag.replace("-", "_"): value for flag, value in flags}
+    return {option: value for option, value in told.items() if option.startswith("redis")}
+
+
+@pytest.mark.parametrize(
+    ("mode", "sharer"), [("embedded", "vllm"), ("hybrid", "agentspec-sidecar"), ("sidecar", "agentspec-sidecar")]
+)
+def test_only_who_shares_histories_is_told_of_redis_and_has_its_secrets(mode: str, sharer: str, tmp_path: Path) -> None:
+    manifests = render(values(**({} if mode == "embedded" else {**SIDECAR, "mode": mode}), **REDIS))
+    pod = pod_of(find(manifests, "Deployment"))
+    assert pod is not None
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "redis"]
+    files = {
+        item["path"]: source["secret"]["name"]
+        for source in volume["projected"]["sources"]
+        for item in source["secret"]["items"]
+    }
+    mounts = {
+        container["name"]: [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "redis"]
+        for container in containers_of(pod)
+    }
+
+    assert files == {
+        "password": "redis-user",
+        "ca.crt": "redis-ca",
+        "tls.crt": "redis-client",
+        "tls.key": "redis-client",
+        "key": "history-key",
+    }
+    assert [name for name, paths in mounts.items() if paths == ["/run/secrets/redis"]] == [sharer]
+    assert mode == "embedded" or not redis_options(manifests, "vllm")
+    for file in files:
+        (tmp_path / file).write_text("0" * 64)
+    told = {
+        name: value.replace("/run/secrets/redis", str(tmp_path))
+        for name, value in redis_options(manifests, sharer).items()
+    }
+    options = RedisOptions.model_validate(told)
+    assert {name for name in RedisOptions.model_fields if getattr(options, name) is not None} == set(
+        RedisOptions.model_fields
+    )
+
+
 BAD_VALUES = {
+    "redis.passwordSecret: is given, but redis.url is not": values(redis={"passwordSecret": "a"}),
+    "redis.url: certificates are given, so it needs TLS": values(redis={"url": "redis://a:1", "caSecret": "a"}),
+    "agentspec.options.redis: the chart sets it": values(agentspec={"options": {"redis": "redis://a:1"}}),
+    "sidecar.options.redis_key_file: the chart sets it": values(
+        mode="hybrid", sidecar={**SIDECAR["sidecar"], "options": {"redis_key_file": "/k"}}
+    ),
     "model: name the model": values(model=""),
     "image.repository: name the image": values(image={}),
     "image.tag: `latest` changes": values(image={"repository": "a", "tag": "latest"}),
@@ -236,6 +310,8 @@ REJECTED: dict[str, list[Any]] = {
     "agentspec.options": [{"Policy": "off"}, {"policy": ["off"]}],
     "agentspec.metricsPort": [0],
     "agentspec.otlpEndpoint": ["collector:4317"],
+    "redis.url": ["redis", "http://a:1", "redis://user:word@a:1", "unix:///redis.sock"],
+    "redis.passwordSecret": ["A b"],
     "sidecar.historyBytes": ["0", "-1", "lots"],
     "sidecar.healthPort": [70000],
     "sidecar.native": ["yes"],
@@ -248,7 +324,7 @@ REJECTED: dict[str, list[Any]] = {
     "autoscaling.waitingRequests": [0],
     "monitoring.intervalSeconds": [0],
     "test.image": ["curl:latest"],
-    "redis": [{"url": "redis://x"}],
+    "redis": [{"host": "x"}],
 }
 
 

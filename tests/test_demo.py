@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 from tests.openai_server import running_server
+from tests.redis_lab import require_redis
 
 from agentspec.benchmarks.agents import MAX_ROUNDS, build_graph, chat_model, research
 from agentspec.benchmarks.calls import CallRecorder, RecordingError, read_call
@@ -318,16 +319,38 @@ def test_model_that_vllm_cannot_load_is_reported_with_the_end_of_its_log(model_p
     assert "no_such_type" in result.stdout
 
 
+def check_against_plain(report: dict[str, Any]) -> None:
+    assert report["identical"]
+    assert report["num_tokens"] == report["request_steps_plain"]
+    assert report["request_steps_agentspec"] < report["request_steps_plain"]
+    assert {row["stage"] for row in report["by_block"]} == set(STAGES)
+
+
 @pytest.mark.vllm
-@pytest.mark.parametrize("mode", ["embedded", "hybrid", "sidecar"])
+@pytest.mark.parametrize("mode", ["embedded", "hybrid"])
 def test_demo_with_agentspec_is_identical_to_plain_decoding_and_takes_fewer_steps(
     mode: str, model_path: str, tmp_path: Path
 ) -> None:
     result = run_demo(tmp_path, "--model", model_path, "--agents", "4", "--methods", "plain,agentspec", MODE=mode)
 
     assert result.returncode == 0, result.stdout + result.stderr
+    check_against_plain(json.loads((tmp_path / "report.json").read_text()))
+
+
+@pytest.mark.vllm
+def test_replica_that_shares_by_redis_accepts_more_in_its_first_batch_than_a_cold_server(
+    model_path: str, tmp_path: Path
+) -> None:
+    """The whole chain: graph, middleware, vLLM's hook, draft server, Redis, a second draft server, a second vLLM."""
+    require_redis()
+    words = ("--model", model_path, "--agents", "4", "--methods", "plain,agentspec")
+    result = run_demo(tmp_path, *words, MODE="sidecar", REDIS="1")
+
+    assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["identical"]
-    assert report["num_tokens"] == report["request_steps_plain"]
-    assert report["request_steps_agentspec"] < report["request_steps_plain"]
-    assert {row["stage"] for row in report["by_block"]} == set(STAGES)
+    check_against_plain(report)
+    assert report["replica"]["identical"]
+    cold, replica = report["first_batch"]
+    assert ("cold", "replica") == (cold["server"], replica["server"])
+    assert replica["num_accepted_tokens"] / replica["num_tokens"] > cold["num_accepted_tokens"] / cold["num_tokens"]
+    assert replica["tokens_per_step"] > cold["tokens_per_step"]

@@ -84,6 +84,12 @@ RAISED: dict[str, dict[str, str]] = {
         f"agentspec_steps_total{{{POD}}}": "500+0x120",
     },
     "AgentSpecSidecarDown": {f"agentspec_sidecar_connected{{{POD}}}": "0+0x120"},
+    "AgentSpecHistoriesNotShared": {
+        f'agentspec_hybrid_connected{{{POD}, direction="sent"}}': "1+0x120",
+        f'agentspec_hybrid_connected{{{POD}, direction="received"}}': "0+0x120",
+    },
+    "AgentSpecSharedTextLost": {f"agentspec_redis_dropped_tokens_total{{{POD}}}": "0+10x120"},
+    "AgentSpecForeignEntries": {f'agentspec_redis_skipped_total{{{POD}, reason="key"}}': "0+10x120"},
 }
 QUIET: dict[str, dict[str, str]] = {
     "AgentSpecBug": {f'agentspec_fallbacks_total{{{POD}, reason="deadline"}}': "0+1x120"},
@@ -109,6 +115,15 @@ QUIET: dict[str, dict[str, str]] = {
         f"agentspec_steps_total{{{POD}}}": "500+1x120",
     },
     "AgentSpecSidecarDown": {f"agentspec_sidecar_connected{{{POD}}}": "0 1+0x119"},
+    "AgentSpecHistoriesNotShared": {
+        f"agentspec_redis_connected{{{POD}}}": "1+0x120",
+        f'agentspec_hybrid_connected{{{POD}, direction="received"}}': "1+0x110 0+0x9",
+    },
+    "AgentSpecSharedTextLost": {
+        f"agentspec_redis_dropped_tokens_total{{{POD}}}": "7+0x120",
+        f'agentspec_hybrid_lost_tokens_total{{{POD}, direction="sent"}}': "0+0x120",
+    },
+    "AgentSpecForeignEntries": {f'agentspec_redis_skipped_total{{{POD}, reason="stale"}}': "0+10x120"},
 }
 
 

@@ -57,13 +57,65 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
+{{- /* Options of whoever shares histories through Redis; the files are those of the volume below. */ -}}
+{{- define "agentspec.redisOptions" -}}
+{{- $options := dict -}}
+{{- with .Values.redis -}}
+{{- if .url -}}
+{{- $_ := set $options "redis" .url -}}
+{{- with .username -}}{{- $_ := set $options "redis_username" . -}}{{- end -}}
+{{- if .passwordSecret -}}{{- $_ := set $options "redis_password_file" "/run/secrets/redis/password" -}}{{- end -}}
+{{- if .caSecret -}}{{- $_ := set $options "redis_tls_ca" "/run/secrets/redis/ca.crt" -}}{{- end -}}
+{{- if .certificateSecret -}}
+{{- $_ := set $options "redis_tls_cert" "/run/secrets/redis/tls.crt" -}}
+{{- $_ := set $options "redis_tls_key" "/run/secrets/redis/tls.key" -}}
+{{- end -}}
+{{- if .keySecret -}}{{- $_ := set $options "redis_key_file" "/run/secrets/redis/key" -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $options | toJson -}}
+{{- end -}}
+
+{{- define "agentspec.redisMount" -}}
+{{- if include "agentspec.redisSources" . -}}
+- name: redis
+  mountPath: /run/secrets/redis
+  readOnly: true
+{{- end -}}
+{{- end -}}
+
+{{- define "agentspec.redisVolume" -}}
+{{- with include "agentspec.redisSources" . -}}
+- name: redis
+  projected:
+    defaultMode: 0440
+    sources:
+      {{- . | nindent 6 }}
+{{- end -}}
+{{- end -}}
+
+{{- define "agentspec.redisSources" -}}
+{{- $keys := dict "passwordSecret" (list "password") "caSecret" (list "ca.crt") "certificateSecret" (list "tls.crt" "tls.key") "keySecret" (list "key") -}}
+{{- $sources := list -}}
+{{- range $name, $files := $keys -}}
+{{- with index $.Values.redis $name -}}
+{{- $items := list -}}
+{{- range $files -}}{{- $items = append $items (dict "key" . "path" .) -}}{{- end -}}
+{{- $sources = append $sources (dict "secret" (dict "name" . "items" $items)) -}}
+{{- end -}}
+{{- end -}}
+{{- with $sources -}}{{- toYaml . -}}{{- end -}}
+{{- end -}}
+
 {{- /* What vLLM's `--additional-config` says. */ -}}
 {{- define "agentspec.config" -}}
 {{- $options := dict "namespace" .Values.agentspec.namespace "metrics_port" (int .Values.agentspec.metricsPort) -}}
 {{- with .Values.agentspec.otlpEndpoint -}}{{- $_ := set $options "otlp_endpoint" . -}}{{- end -}}
-{{- if eq .Values.mode "sidecar" -}}
-{{- $_ := set $options "mode" "sidecar" -}}
+{{- if ne .Values.mode "embedded" -}}
+{{- $_ := set $options "mode" .Values.mode -}}
 {{- $_ := set $options "socket" "/run/agentspec/draft.sock" -}}
+{{- else -}}
+{{- $options = merge $options (include "agentspec.redisOptions" . | fromJson) -}}
 {{- end -}}
 {{- dict "agentspec" (merge (dict) .Values.agentspec.options $options) | toJson -}}
 {{- end -}}
@@ -73,12 +125,13 @@ seccompProfile:
 {{- if not .Values.model -}}
 {{- fail "model: name the model to serve, for instance --set model=Qwen/Qwen2.5-7B-Instruct" -}}
 {{- end -}}
-{{- range $name := list "namespace" "metrics_port" "otlp_endpoint" "mode" "socket" -}}
+{{- $redis := list "redis" "redis_username" "redis_password_file" "redis_tls_ca" "redis_tls_cert" "redis_tls_key" "redis_key_file" -}}
+{{- range $name := concat $redis (list "namespace" "metrics_port" "otlp_endpoint" "mode" "socket") -}}
 {{- if hasKey $.Values.agentspec.options $name -}}
 {{- fail (printf "agentspec.options.%s: the chart sets it; use its own value instead" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- range $name := list "socket" "namespace" "history_bytes" "metrics_port" "health_port" "otlp_endpoint" -}}
+{{- range $name := concat $redis (list "socket" "namespace" "history_bytes" "metrics_port" "health_port" "otlp_endpoint") -}}
 {{- if hasKey $.Values.sidecar.options $name -}}
 {{- fail (printf "sidecar.options.%s: the chart sets it; use its own value instead" $name) -}}
 {{- end -}}
@@ -87,8 +140,18 @@ seccompProfile:
 {{- if and (hasKey $options "tcp") (not (and (hasKey $options "tls_cert") (hasKey $options "tls_key") (hasKey $options "tls_client_ca") (hasKey $options "tls_identities"))) -}}
 {{- fail "sidecar.options.tcp: TCP needs tls_cert, tls_key, tls_client_ca and tls_identities beside it" -}}
 {{- end -}}
-{{- if and (ne .Values.mode "sidecar") (or .Values.sidecar.image.repository .Values.sidecar.options) -}}
-{{- fail "mode: the sidecar has an image or options but is not used; set mode to sidecar, or take them away" -}}
+{{- if and (eq .Values.mode "embedded") (or .Values.sidecar.image.repository .Values.sidecar.options) -}}
+{{- fail "mode: the sidecar has an image or options but is not used; set mode to hybrid or sidecar, or take them away" -}}
+{{- end -}}
+{{- range $name, $value := .Values.redis -}}
+{{- if and $value (not $.Values.redis.url) -}}
+{{- fail (printf "redis.%s: is given, but redis.url is not; name the Redis, or take it away" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.redis -}}
+{{- if and (or .caSecret .certificateSecret) (not (regexMatch "^(rediss|sentinels|clusters)://" .url)) -}}
+{{- fail "redis.url: certificates are given, so it needs TLS: rediss://, sentinels:// or clusters://" -}}
+{{- end -}}
 {{- end -}}
 {{- if and (eq .Values.autoscaling.kind "keda") (not .Values.autoscaling.prometheusUrl) -}}
 {{- fail "autoscaling.prometheusUrl: KEDA reads vLLM's metrics from Prometheus; name its URL" -}}

@@ -16,7 +16,7 @@ args:
   {{- with .Values.agentspec.otlpEndpoint }}
   - --otlp-endpoint={{ . }}
   {{- end }}
-  {{- range $name, $value := .Values.sidecar.options }}
+  {{- range $name, $value := merge (dict) .Values.sidecar.options (include "agentspec.redisOptions" . | fromJson) }}
   - {{ printf "--%s=%v" ($name | replace "_" "-") $value | quote }}
   {{- end }}
 ports:
@@ -45,6 +45,9 @@ securityContext:
 volumeMounts:
   - name: agentspec-socket
     mountPath: /run/agentspec
+  {{- with include "agentspec.redisMount" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
 {{- end -}}
 
 {{- define "agentspec.socketVolume" -}}
